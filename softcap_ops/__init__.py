@@ -1,0 +1,24 @@
+"""softcap_ops: soft-capped attention, `softmax(mask(cap * tanh(scale * q kT / cap))) v`, as torch.library operators.
+
+`torch.ops.softcap_ops.*` hold the ops; the functions below are the way to call them.
+"""
+
+from . import _extension
+
+_extension.load()
+
+from . import _autocast, _autograd, _fake, _impl, _schema, reference  # noqa: E402
+from .api import explain, softcap_attention, softcap_attention_varlen  # noqa: E402
+from .backends import available_backends  # noqa: E402
+from .errors import UnsupportedError  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "UnsupportedError",
+    "available_backends",
+    "explain",
+    "reference",
+    "softcap_attention",
+    "softcap_attention_varlen",
+]

@@ -1,0 +1,63 @@
+"""The ops' argument lists as Python tuples, in schema order (see _schema.py)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Options(NamedTuple):
+    """What all four ops take after their tensors: names, order and defaults of the schema."""
+
+    softcap: Any  # float | int | torch.SymFloat | None
+    scale: Any = None
+    causal: bool = False
+    window_left: Any = -1  # int | torch.SymInt
+    window_right: Any = -1
+    deterministic: bool | None = None
+    backend: str | None = None
+    softcap_tensor: torch.Tensor | None = None
+    scale_tensor: torch.Tensor | None = None
+
+
+class Packing(NamedTuple):
+    """Where the sequences of a packed batch lie (rows of q and of k, v)."""
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: Any  # int | torch.SymInt
+    max_seqlen_k: Any
+
+
+class Parameters(NamedTuple):
+    """Options with every value known: what a kernel is called with."""
+
+    softcap: float  # 0.0 = off
+    scale: float
+    causal: bool
+    window: tuple[int, int]  # (left, right), inclusive, -1 = unlimited
+    deterministic: bool
+
+
+def split(rest: tuple[Any, ...], packed: bool) -> tuple[Packing | None, Options, tuple[Any, ...]]:
+    """Name what an op was given after its leading tensors; the third part is what only that op takes."""
+    packing = None
+    if packed:
+        packing, rest = Packing(*rest[: len(Packing._fields)]), rest[len(Packing._fields) :]
+    return packing, Options(*rest[: len(Options._fields)]), rest[len(Options._fields) :]
+
+
+def resolve(options: Options, head_dim: int) -> Parameters:
+    """Fill in the defaults and read the scalars that a compiled graph carries as tensors."""
+    softcap = options.softcap if options.softcap_tensor is None else options.softcap_tensor.item()
+    scale = options.scale if options.scale_tensor is None else options.scale_tensor.item()
+    deterministic = options.deterministic
+    return Parameters(
+        0.0 if softcap is None else float(softcap),
+        1.0 / math.sqrt(head_dim) if scale is None else float(scale),
+        options.causal,
+        (options.window_left, options.window_right),
+        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+    )

@@ -1,0 +1,151 @@
+"""Gradients: the Autograd kernels of the four ops, the same in eager, compiled and torch.func.
+
+The backward op computes dq, dk, dv from the saved q, k, v, out and lse; with S' the capped score,
+P = exp(S' - lse), t = tanh(scale * q kT / cap):
+
+    dS = P * (dout vT - rowsum(dout * out) + dlse) * (1 - t^2) * scale
+    dq = dS k,  dk = dST q,  dv = PT dout
+
+(FlashAttention-2, Dao 2023, with the cap's factor 1 - t^2 and the gradient of lse added.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, _C
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+from torch._functorch.autograd_function import enable_single_level_autograd_function
+
+from . import _schema
+from ._arguments import Options, Packing, split
+from ._schema import lib
+
+_NO_DOUBLE_BACKWARD = (
+    "softcap_ops: soft-capped attention is not twice differentiable (create_graph=True, then a gradient of the "
+    "gradient). Use softcap_ops.reference.attention, which autograd differentiates any number of times."
+)
+_NO_FORWARD_MODE = (
+    "softcap_ops: soft-capped attention has no forward-mode derivative (torch.func.jvp, jacfwd, dual tensors). "
+    "Use reverse mode (grad, vjp, jacrev), or softcap_ops.reference.attention."
+)
+
+
+def _below_autograd(op: Any, keyset: Any, *args: Any) -> Any:
+    with _C._AutoDispatchBelowAutograd():
+        return op.redispatch(keyset & _C._after_autograd_keyset, *args)
+
+
+class _Forward(_SingleLevelFunction):
+    """attention_fwd or varlen_attention_fwd, remembering what its backward needs.
+
+    A single-level Function: the dispatcher has already picked the torch.func level (if any) when it calls an
+    Autograd kernel, and torch.autograd.Function would pick it a second time and fail.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, packed: bool, keyset: Any, q: Tensor, k: Tensor, v: Tensor, packing: Any, options: Options
+    ) -> tuple[Tensor, Tensor]:
+        op = _schema.varlen_attention_fwd if packed else _schema.attention_fwd
+        out, lse = _below_autograd(op, keyset, q, k, v, *(packing or ()), *options, True)
+        cu_seqlens = packing[:2] if packed else (None, None)
+        ctx.save_for_backward(q, k, v, out, lse, *cu_seqlens, options.softcap_tensor, options.scale_tensor)
+        ctx.set_materialize_grads(False)
+        ctx.max_seqlens = packing[2:] if packed else None
+        ctx.options = options._replace(softcap_tensor=None, scale_tensor=None)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, lse, cu_q, cu_k, softcap_tensor, scale_tensor = ctx.saved_tensors
+        if dout is None:
+            dout = out.new_zeros(()).expand(out.shape)
+        options = ctx.options._replace(softcap_tensor=softcap_tensor, scale_tensor=scale_tensor)
+        mask = list(ctx.needs_input_grad[2:5])
+        if ctx.max_seqlens is None:
+            grads = _schema.attention_bwd(dout, dlse, q, k, v, out, lse, *options, mask)
+        else:
+            grads = _schema.varlen_attention_bwd(
+                dout, dlse, q, k, v, out, lse, cu_q, cu_k, *ctx.max_seqlens, *options, mask
+            )
+        dq, dk, dv = (g if wanted else None for g, wanted in zip(grads, mask, strict=True))
+        return None, None, dq, dk, dv, None, None
+
+
+class _Backward(_SingleLevelFunction):
+    """attention_bwd or varlen_attention_bwd: differentiable in name only, so that asking is refused, not wrong."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Any, keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return _below_autograd(op, keyset, *args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(_NO_DOUBLE_BACKWARD)
+
+
+def _apply(function: Any, *args: Any) -> Any:
+    single_level = (
+        enable_single_level_autograd_function()
+        if _C._are_functorch_transforms_active()
+        else contextlib.nullcontext()
+    )
+    with single_level:
+        return function.apply(*args)
+
+
+def _scalars_as_tensors(o: Options) -> Options:
+    """Give symbolic floats to the graph as tensors: one graph then serves every cap and scale (see _schema.py).
+
+    A product with a tensor is the form that torch's tensorify pass turns into tensor arithmetic.
+    """
+    if isinstance(o.softcap, torch.SymFloat):
+        o = o._replace(softcap=None, softcap_tensor=torch.ones((), dtype=torch.float64) * o.softcap)
+    if isinstance(o.scale, torch.SymFloat):
+        o = o._replace(scale=None, scale_tensor=torch.ones((), dtype=torch.float64) * o.scale)
+    return o
+
+
+def _any_requires_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _refuse_forward_mode(*tensors: Tensor | None) -> None:
+    if forward_ad._current_level < 0:
+        return
+    for t in tensors:
+        if t is not None and forward_ad.unpack_dual(t).tangent is not None:
+            raise NotImplementedError(_NO_FORWARD_MODE)
+
+
+def attention_fwd(
+    packed: bool, keyset: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    packing, options, tail = split(rest, packed)
+    options = _scalars_as_tensors(options)
+    _refuse_forward_mode(q, k, v)
+    if _any_requires_grad(q, k, v):
+        return _apply(_Forward, packed, keyset, q, k, v, packing, options)
+    op = _schema.varlen_attention_fwd if packed else _schema.attention_fwd
+    return _below_autograd(op, keyset, q, k, v, *(packing or ()), *options, *tail)
+
+
+def attention_bwd(packed: bool, keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    tensors, rest = args[:7], args[7:]
+    packing, options, tail = split(rest, packed)
+    args = (*tensors, *(packing or ()), *_scalars_as_tensors(options), *tail)
+    _refuse_forward_mode(*tensors)
+    op = _schema.varlen_attention_bwd if packed else _schema.attention_bwd
+    if _any_requires_grad(*tensors):
+        return _apply(_Backward, op, keyset, *args)
+    return _below_autograd(op, keyset, *args)
+
+
+for _prefix, _packed in (("", False), ("varlen_", True)):
+    lib.impl(f"{_prefix}attention_fwd", partial(attention_fwd, _packed), "Autograd", with_keyset=True)
+    lib.impl(f"{_prefix}attention_bwd", partial(attention_bwd, _packed), "Autograd", with_keyset=True)

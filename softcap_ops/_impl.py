@@ -1,0 +1,53 @@
+"""The CPU and CUDA kernels of the ops, on real tensors: validate, select a backend, run it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from . import _validation, backends
+from ._arguments import Options, Packing, Parameters, resolve, split
+from ._schema import lib
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, options: Options) -> Parameters:
+    _validation.inputs(q, k, v, packing, options)
+    if packing is not None and q.device.type == "cpu":
+        _validation.packed_values(q, k, packing)
+    return resolve(options, q.shape[-1])
+
+
+def attention_fwd(packed: bool, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    packing, options, tail = split(rest, packed)
+    needs_backward = bool(tail and tail[0])
+    parameters = _check(q, k, v, packing, options)
+    problem = backends.Problem.of(q, k, packing, parameters, needs_backward=needs_backward)
+    return backends.select(problem, options.backend).forward(q, k, v, packing, parameters)
+
+
+def attention_bwd(
+    packed: bool,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    packing, options, tail = split(rest, packed)
+    parameters = _check(q, k, v, packing, options)
+    _validation.gradients(dout, dlse, q, out, lse)
+    problem = backends.Problem.of(q, k, packing, parameters, needs_backward=True)
+    backend = backends.select(problem, options.backend)
+    mask = tuple(tail[0]) if tail else (True, True, True)
+    return backend.backward(dout, dlse, q, k, v, out, lse, packing, parameters, mask)
+
+
+for _prefix, _packed in (("", False), ("varlen_", True)):
+    for _key in ("CPU", "CUDA"):
+        lib.impl(f"{_prefix}attention_fwd", partial(attention_fwd, _packed), _key)
+        lib.impl(f"{_prefix}attention_bwd", partial(attention_bwd, _packed), _key)

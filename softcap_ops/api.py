@@ -1,0 +1,207 @@
+"""The public functions: check the Python types, fill in the defaults, call the op."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from . import _onnx, _schema, _validation, backends, reference
+from ._arguments import Options, Packing, resolve
+
+
+@overload
+def softcap_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softcap: float | None,
+    scale: float | None = ...,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    return_lse: Literal[False] = ...,
+    deterministic: bool | None = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def softcap_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softcap: float | None,
+    scale: float | None = ...,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    return_lse: Literal[True],
+    deterministic: bool | None = ...,
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def softcap_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softcap: float | None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Soft-capped attention, `softmax(mask(softcap * tanh(scale * q kT / softcap))) v`.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), float32, float64, bfloat16 or float16, any strides.
+        k, v: (batch, seqlen_k, heads_kv, head_dim), dtype and device of q; heads_q is a multiple of heads_kv
+            (GQA: query head h reads key head h // (heads_q // heads_kv)).
+        softcap: bound of the scores, in units of the scaled score (Gemma 2: 50, Grok-1: 30); None or 0.0 = off.
+        scale: factor of q kT; None = head_dim ** -0.5.
+        causal: query i sees key j when j <= i + seqlen_k - seqlen_q (aligned bottom right).
+        window: (left, right) tokens seen around the same diagonal, inclusive, -1 = unlimited. A model's
+            "sliding_window = W" is (W - 1, 0).
+        return_lse: also return the log-sum-exp of the capped, masked scores.
+        deterministic: bitwise repeatable gradients; None follows torch.are_deterministic_algorithms_enabled().
+        backend: name of the backend to use, an error if it cannot; None selects (see `explain`).
+
+    Returns:
+        out, shape and dtype of q, contiguous; with return_lse (out, lse), lse (batch, heads_q, seqlen_q) in
+        natural log, float32 (float64 for float64 input). Both are differentiable, once. A query that sees no key
+        has out 0, lse -inf and gives no gradient.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; the message names it, what was expected and what came.
+        UnsupportedError: no backend can serve the call, or the one asked for cannot.
+        RuntimeError: a soft-capped call is being exported to ONNX, which has no such operator.
+    """
+    left, right = _validation.scalars(softcap, scale, window)
+    if _onnx.exporting():
+        out, lse = _onnx.attention(q, k, v, softcap, scale, causal, (left, right))
+    else:
+        out, lse = _schema.attention_fwd(q, k, v, softcap, scale, causal, left, right, deterministic, backend)
+    return (out, lse) if return_lse else out
+
+
+@overload
+def softcap_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softcap: float | None,
+    scale: float | None = ...,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    return_lse: Literal[False] = ...,
+    deterministic: bool | None = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def softcap_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softcap: float | None,
+    scale: float | None = ...,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    return_lse: Literal[True],
+    deterministic: bool | None = ...,
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def softcap_attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softcap: float | None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`softcap_attention` on a packed batch: sequences of several lengths end to end, no padding.
+
+    Args:
+        q: (tokens_q, heads_q, head_dim).
+        k, v: (tokens_k, heads_kv, head_dim).
+        cu_seqlens_q, cu_seqlens_k: int32, (batch + 1,), contiguous, on q's device: sequence b is the rows from
+            entry b up to entry b + 1. They start at 0, never decrease and end within the tokens.
+        max_seqlen_q, max_seqlen_k: at least the longest sequence, in tokens; an int, never a tensor.
+        The others: see `softcap_attention`; causal and window apply within each sequence.
+
+    Returns:
+        out (tokens_q, heads_q, head_dim), or with return_lse (out, lse), lse (heads_q, tokens_q). Rows past
+        cu_seqlens_q[-1] are 0 in out and in every gradient, -inf in lse.
+
+    Raises:
+        As `softcap_attention`. What cu_seqlens hold is checked on the CPU only.
+    """
+    left, right = _validation.scalars(softcap, scale, window)
+    _validation.integer("max_seqlen_q", max_seqlen_q)
+    _validation.integer("max_seqlen_k", max_seqlen_k)
+    if _onnx.exporting():
+        raise RuntimeError(_onnx.MESSAGE_PACKED)
+    out, lse = _schema.varlen_attention_fwd(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        softcap, scale, causal, left, right, deterministic, backend,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softcap: float | None,
+    scale: float | None = None,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    deterministic: bool | None = None,
+    backend: str | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+) -> str:
+    """Which backend would run this call, and why each other one would not. Nothing is computed.
+
+    Arguments are those of `softcap_attention`, or with the cu_seqlens of `softcap_attention_varlen`, and are checked
+    the same way. A gradient is taken to be needed when grad mode is on and q, k or v requires one.
+    """
+    left, right = _validation.scalars(softcap, scale, window)
+    packing = None
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q or 0, max_seqlen_k or 0)
+    options = Options(softcap, scale, causal, left, right, deterministic, backend)
+    _validation.inputs(q, k, v, packing, options)
+    needs_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    problem = backends.Problem.of(q, k, packing, resolve(options, q.shape[-1]), needs_backward=needs_backward)
+    return backends.explain(problem, backend)
