@@ -91,9 +91,7 @@ class _Backward(_SingleLevelFunction):
 
 def _apply(function: Any, *args: Any) -> Any:
     single_level = (
-        enable_single_level_autograd_function()
-        if _C._are_functorch_transforms_active()
-        else contextlib.nullcontext()
+        enable_single_level_autograd_function() if _C._are_functorch_transforms_active() else contextlib.nullcontext()
     )
     with single_level:
         return function.apply(*args)
@@ -123,9 +121,7 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
             raise NotImplementedError(_NO_FORWARD_MODE)
 
 
-def attention_fwd(
-    packed: bool, keyset: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor]:
+def attention_fwd(packed: bool, keyset: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     packing, options, tail = split(rest, packed)
     options = _scalars_as_tensors(options)
     _refuse_forward_mode(q, k, v)

@@ -44,9 +44,7 @@ def empty_gradients(
     q: Tensor, k: Tensor, v: Tensor, output_mask: tuple[bool, bool, bool] = (True, True, True)
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Contiguous tensors for dq, dk, dv; one that is not asked for has no elements."""
-    dq, dk, dv = (
-        t.new_empty(t.shape if wanted else (0,)) for t, wanted in zip((q, k, v), output_mask, strict=True)
-    )
+    dq, dk, dv = (t.new_empty(t.shape if wanted else (0,)) for t, wanted in zip((q, k, v), output_mask, strict=True))
     return dq, dk, dv
 
 

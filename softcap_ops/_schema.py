@@ -21,8 +21,7 @@ _MASK = "bool[3] output_mask=[True, True, True]"
 SCHEMAS = (
     f"attention_fwd({_FORWARD}, {_OPTIONS}, bool needs_backward=False) -> (Tensor out, Tensor lse)",
     f"attention_bwd({_BACKWARD}, {_OPTIONS}, {_MASK}) -> (Tensor dq, Tensor dk, Tensor dv)",
-    f"varlen_attention_fwd({_FORWARD}, {_PACKING}, {_OPTIONS}, bool needs_backward=False)"
-    " -> (Tensor out, Tensor lse)",
+    f"varlen_attention_fwd({_FORWARD}, {_PACKING}, {_OPTIONS}, bool needs_backward=False) -> (Tensor out, Tensor lse)",
     f"varlen_attention_bwd({_BACKWARD}, {_PACKING}, {_OPTIONS}, {_MASK}) -> (Tensor dq, Tensor dk, Tensor dv)",
 )
 

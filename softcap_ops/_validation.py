@@ -140,9 +140,7 @@ def packed_values(q: Tensor, k: Tensor, p: Packing) -> None:
         for i in range(1, len(offsets)):
             step = offsets[i] - offsets[i - 1]
             if step < 0:
-                raise ValueError(
-                    f"{name} must not decrease, got {offsets[i - 1]} then {offsets[i]} at entry {i}"
-                )
+                raise ValueError(f"{name} must not decrease, got {offsets[i - 1]} then {offsets[i]} at entry {i}")
             longest = max(longest, step)
         if offsets[-1] > tokens:
             raise ValueError(f"{name} must end within the {tokens} tokens it indexes, got {offsets[-1]}")
