@@ -7,7 +7,8 @@ from . import _extension
 
 _extension.load()
 
-from . import _autocast, _autograd, _fake, _impl, _schema, reference  # noqa: E402
+from . import reference  # noqa: E402
+from . import _autocast, _autograd, _fake, _impl  # noqa: E402, F401  (each registers its aspect of the ops)
 from .api import explain, softcap_attention, softcap_attention_varlen  # noqa: E402
 from .backends import available_backends  # noqa: E402
 from .errors import UnsupportedError  # noqa: E402

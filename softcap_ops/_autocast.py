@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, _C
+from torch import _C, Tensor
 
 from . import _schema
 from ._schema import lib

@@ -16,13 +16,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, _C
+from torch import _C, Tensor
+from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
-from torch._functorch.autograd_function import enable_single_level_autograd_function
 
 from . import _schema
-from ._arguments import Options, Packing, split
+from ._arguments import Options, split
 from ._schema import lib
 
 _NO_DOUBLE_BACKWARD = (
@@ -97,15 +97,17 @@ def _apply(function: Any, *args: Any) -> Any:
         return function.apply(*args)
 
 
-def _scalars_as_tensors(o: Options) -> Options:
-    """Give symbolic floats to the graph as tensors: one graph then serves every cap and scale (see _schema.py).
+def _as_tensor(value: Any) -> Tensor:
+    # A product with a tensor is the form that torch's tensorify pass turns into tensor arithmetic.
+    return torch.ones((), dtype=torch.float64) * value
 
-    A product with a tensor is the form that torch's tensorify pass turns into tensor arithmetic.
-    """
+
+def _scalars_as_tensors(o: Options) -> Options:
+    """Give symbolic floats to the graph as tensors: one graph then serves every cap and scale (see _schema.py)."""
     if isinstance(o.softcap, torch.SymFloat):
-        o = o._replace(softcap=None, softcap_tensor=torch.ones((), dtype=torch.float64) * o.softcap)
+        o = o._replace(softcap=None, softcap_tensor=_as_tensor(o.softcap))
     if isinstance(o.scale, torch.SymFloat):
-        o = o._replace(scale=None, scale_tensor=torch.ones((), dtype=torch.float64) * o.scale)
+        o = o._replace(scale=None, scale_tensor=_as_tensor(o.scale))
     return o
 
 

@@ -7,7 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from . import _onnx, _schema, _validation, backends, reference
+from . import _onnx, _schema, _validation, backends
 from ._arguments import Options, Packing, resolve
 
 

@@ -22,7 +22,7 @@ _TABLE: tuple[ModuleType, ...] = (cpu,)
 
 def _named(name: str) -> ModuleType:
     for backend in _TABLE:
-        if backend.NAME == name:
+        if name == backend.NAME:
             return backend
     raise ValueError(f"backend must be None or one of {[b.NAME for b in _TABLE]}, got {name!r}")
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .._arguments import Packing, Parameters
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
