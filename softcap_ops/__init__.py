@@ -8,10 +8,12 @@ from . import _extension
 _extension.load()
 
 # The underscored ones are imported for what they register: one aspect of the ops each.
-from . import _autocast, _autograd, _fake, _flops, _impl, _vmap, reference  # noqa: E402, F401
+from . import _autocast, _autograd, _fake, _flops, _impl, _sharding, _vmap, reference  # noqa: E402, F401
 from .api import explain, softcap_attention, softcap_attention_varlen  # noqa: E402
 from .backends import available_backends  # noqa: E402
 from .errors import UnsupportedError  # noqa: E402
+
+_sharding.register()
 
 __version__ = "0.1.0"
 

@@ -21,7 +21,7 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from . import _schema
+from . import _schema, _sharding
 from ._arguments import Options, split
 from ._schema import lib
 
@@ -124,6 +124,7 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
 
 
 def attention_fwd(packed: bool, keyset: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _sharding.register()
     packing, options, tail = split(rest, packed)
     options = _scalars_as_tensors(options)
     _refuse_forward_mode(q, k, v)
