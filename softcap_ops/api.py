@@ -7,7 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from . import _onnx, _schema, _validation, backends
+from . import _nested, _onnx, _schema, _validation, backends
 from ._arguments import Options, Packing, resolve
 
 
@@ -59,7 +59,8 @@ def softcap_attention(
     """Soft-capped attention, `softmax(mask(softcap * tanh(scale * q kT / softcap))) v`.
 
     Args:
-        q: (batch, seqlen_q, heads_q, head_dim), float32, float64, bfloat16 or float16, any strides.
+        q: (batch, seqlen_q, heads_q, head_dim), float32, float64, bfloat16 or float16, any strides; or, with k and
+            v, a jagged torch.nested tensor (batch, ragged, heads, head_dim), which runs packed without a copy.
         k, v: (batch, seqlen_k, heads_kv, head_dim), dtype and device of q; heads_q is a multiple of heads_kv
             (GQA: query head h reads key head h // (heads_q // heads_kv)).
         softcap: bound of the scores, in units of the scaled score (Gemma 2: 50, Grok-1: 30); None or 0.0 = off.
@@ -84,6 +85,9 @@ def softcap_attention(
     left, right = _validation.scalars(softcap, scale, window)
     if _onnx.exporting():
         out, lse = _onnx.attention(q, k, v, softcap, scale, causal, (left, right))
+    elif q.is_nested:
+        options = Options(softcap, scale, causal, left, right, deterministic, backend)
+        out, lse = _nested.attention(q, k, v, options)
     else:
         out, lse = _schema.attention_fwd(q, k, v, softcap, scale, causal, left, right, deterministic, backend)
     return (out, lse) if return_lse else out
