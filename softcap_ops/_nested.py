@@ -11,7 +11,7 @@ from . import _schema
 from ._arguments import Options
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def attention(q: Any, k: Any, v: Any, options: Options) -> tuple[Tensor, Tensor]:
     """Dense attention of jagged (batch, ragged, heads, head_dim) tensors: each item is a sequence of its own.
 
     Returns out and lse as jagged tensors with q's ragged structure: (batch, ragged, heads_q, head_dim) and
