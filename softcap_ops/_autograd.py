@@ -21,7 +21,7 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from . import _schema, _sharding
+from . import _onnx, _schema, _sharding
 from ._arguments import Options, split
 from ._schema import lib
 
@@ -126,6 +126,8 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
 def attention_fwd(packed: bool, keyset: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     _sharding.register()
     packing, options, tail = split(rest, packed)
+    if packing is None and (plain := _onnx.as_plain(q, k, v, options)) is not None:
+        return plain
     options = _scalars_as_tensors(options)
     _refuse_forward_mode(q, k, v)
     if _any_requires_grad(q, k, v):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import _validation
+from . import _onnx, _validation
 from ._arguments import split
 from ._schema import lib
 
@@ -15,6 +15,7 @@ from ._schema import lib
 def forward(packed: bool, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     packing, options, _ = split(rest, packed)
     _validation.inputs(q, k, v, packing, options)
+    _onnx.refuse_if_exporting("varlen_attention_fwd" if packed else "attention_fwd", options)
     return empty_outputs(q)
 
 
@@ -32,6 +33,7 @@ def backward(
     packing, options, tail = split(rest, packed)
     _validation.inputs(q, k, v, packing, options)
     _validation.gradients(dout, dlse, q, out, lse)
+    _onnx.refuse_if_exporting("varlen_attention_bwd" if packed else "attention_bwd", options)
     return empty_gradients(q, k, v, *tail)
 
 

@@ -2,51 +2,138 @@
 
 ONNX has an Attention operator with a softcap attribute, but its first version masks before it caps and runtimes
 disagree on the order (onnx/onnx#7865), which lets masked keys leak. A refusal is better than a model that computes
-something else. The routes, and what stops each:
+something else. What meets each route:
 
-- the public functions, while any exporter traces: `exporting()`;
-- the bare op under the dynamo exporter, an exported program included: the op's fake kernel (`refuse_if_exporting`);
-- the bare op under the TorchScript exporter, fall-through mode included: a registered symbolic that raises.
+- `dynamo=True`, through the public function, the bare op or an exported program: the captured graph is traced again
+  to decompose it. The op's Autograd kernel then puts plain attention in place of one with the cap off (`as_plain`);
+  any other reaches the fake kernel, which refuses (`refuse_if_exporting`).
+- `dynamo=False` through the public function: `exporting_torchscript` there, then `attention`.
+- `dynamo=False` with the op already in a graph (bare op, traced or scripted module), fall-through mode included:
+  a symbolic function registered for each op, which refuses.
 """
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.util
+import sys
+from functools import partial
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from . import reference
+from . import _validation, reference
+from ._arguments import Options
+from .errors import OnnxExportError
 
-MESSAGE = (
-    "softcap_ops: soft-capped attention cannot be exported to ONNX: the operator softcap_ops::{op} has no ONNX "
-    "counterpart that caps before it masks. Export the model with its eager attention instead (transformers: "
-    'attn_implementation="eager"), call softcap_ops.reference.attention, or turn the cap off (softcap=None).'
+_REMEDY = (
+    'Export the model with its eager attention instead (transformers: attn_implementation="eager"), '
+    "or call softcap_ops.reference.attention."
 )
-MESSAGE_PACKED = MESSAGE.format(op="varlen_attention_fwd")
 
 
-def exporting() -> bool:
-    """Whether torch.onnx.export is running."""
-    return torch.onnx.is_in_onnx_export()
+def message(op: str, is_capped: bool = True) -> str:
+    """The one refusal."""
+    start = f"softcap_ops: torch.ops.softcap_ops.{op} cannot be exported to ONNX"
+    if is_capped:
+        return f"{start}: soft-capped attention has no ONNX operator that caps before it masks. {_REMEDY}"
+    if op == "attention_fwd":
+        return (
+            f"{start} in this form, though its cap is off: call softcap_ops.softcap_attention in the module given to "
+            "torch.onnx.export (not traced or scripted before, not on inference-mode tensors) and it exports as "
+            f"plain attention. {_REMEDY}"
+        )
+    return f"{start}: it has no ONNX counterpart. {_REMEDY}"
 
 
-def refuse_if_exporting(op: str) -> None:
-    if exporting():
-        raise RuntimeError(MESSAGE.format(op=op))
+def exporting_torchscript() -> bool:
+    """Whether torch.onnx.export(dynamo=False) is tracing this call. Cheap, and False to torch.compile."""
+    return torch.jit.is_tracing() and torch.onnx.is_in_onnx_export()
+
+
+def refuse_if_exporting(op: str, o: Options) -> None:
+    """Called by the fake kernels."""
+    if _exporting():
+        raise OnnxExportError(message(op, o.softcap_tensor is not None or capped(o.softcap)))
+
+
+def as_plain(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[Tensor, Tensor] | None:
+    """Plain attention, for an exporter that traces a dense op with the cap off; None = not such a call."""
+    # The exporter traces tensor subclasses: looking at the type first spares eager calls the rest.
+    if type(q) is Tensor or o.softcap_tensor is not None or capped(o.softcap) or not _exporting():
+        return None
+    return attention(q, k, v, None, o.scale, o.causal, (o.window_left, o.window_right))
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, softcap: Any, scale: Any, causal: bool, window: tuple[Any, Any]
 ) -> tuple[Tensor, Tensor]:
-    """What the public function does while exporting: plain attention with the cap off, else the refusal."""
-    if softcap:
-        raise RuntimeError(MESSAGE.format(op="attention_fwd"))
+    """What a dense call does while it is exported: plain attention with the cap off, else the refusal."""
+    if capped(softcap):
+        raise OnnxExportError(message("attention_fwd"))
+    _validation.inputs(q, k, v, None, Options(None, scale, causal, *window))
     return reference.attention(q, k, v, softcap=None, scale=scale, causal=causal, window=window)
 
 
-def _symbolic(op: str) -> Any:
-    def refuse(g: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(MESSAGE.format(op=op))
+def capped(softcap: Any) -> bool:
+    """A symbolic cap counts as one: comparing it with 0 would write this run's answer into the graph."""
+    return softcap is not None and (isinstance(softcap, torch.SymFloat) or softcap != 0)
 
-    return refuse
+
+def _exporting() -> bool:
+    """Whether the dynamo exporter is rewriting a captured graph.
+
+    Not while it captures one (is_exporting), as a refusal there could lose its message: torch drops that of a Python
+    exception on the way out of a traced or scripted submodule.
+    """
+    # Asking torch.onnx would import it (50 ms); while it is not loaded nothing exports.
+    return (
+        "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export() and not torch.compiler.is_exporting()
+    )
+
+
+def _refuse(op: str, softcap_index: int, g: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    """A TorchScript exporter's symbolic function. args are graph values; a constant's is its node's value."""
+    node = args[softcap_index].node()
+    off = node.mustBeNone() or (node.kind() == "onnx::Constant" and not node.t("value").any())
+    raise OnnxExportError(message(op, is_capped=not off))
+
+
+def _register_symbolics() -> None:
+    for op, softcap_index in (
+        ("attention_fwd", 3),
+        ("attention_bwd", 7),
+        ("varlen_attention_fwd", 7),
+        ("varlen_attention_bwd", 11),
+    ):
+        # Opset 1 serves opset 9 and later, opset 9 serves 7 and 8.
+        for opset in (1, 9):
+            torch.onnx.register_custom_op_symbolic(f"softcap_ops::{op}", partial(_refuse, op, softcap_index), opset)
+
+
+class _WhenTorchOnnxLoads(importlib.abc.MetaPathFinder):
+    """Registers the symbolics once torch.onnx is imported: importing it here would double our own import time."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> Any:
+        if fullname != "torch.onnx":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            execute(module)
+            _register_symbolics()
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+if "torch.onnx" in sys.modules:
+    _register_symbolics()
+else:
+    sys.meta_path.insert(0, _WhenTorchOnnxLoads())

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import _nested, _onnx, _schema, _validation, backends
 from ._arguments import Options, Packing, resolve
+from .errors import OnnxExportError
 
 
 @overload
@@ -80,10 +81,10 @@ def softcap_attention(
     Raises:
         TypeError, ValueError: an argument is wrong; the message names it, what was expected and what came.
         UnsupportedError: no backend can serve the call, or the one asked for cannot.
-        RuntimeError: a soft-capped call is being exported to ONNX, which has no such operator.
+        errors.OnnxExportError: a soft-capped call is being exported to ONNX, which has no such operator.
     """
     left, right = _validation.scalars(softcap, scale, window)
-    if _onnx.exporting():
+    if _onnx.exporting_torchscript():
         out, lse = _onnx.attention(q, k, v, softcap, scale, causal, (left, right))
     elif q.is_nested:
         options = Options(softcap, scale, causal, left, right, deterministic, backend)
@@ -170,8 +171,8 @@ def softcap_attention_varlen(
     left, right = _validation.scalars(softcap, scale, window)
     _validation.integer("max_seqlen_q", max_seqlen_q)
     _validation.integer("max_seqlen_k", max_seqlen_k)
-    if _onnx.exporting():
-        raise RuntimeError(_onnx.MESSAGE_PACKED)
+    if _onnx.exporting_torchscript():
+        raise OnnxExportError(_onnx.message("varlen_attention_fwd", _onnx.capped(softcap)))
     out, lse = _schema.varlen_attention_fwd(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         softcap, scale, causal, left, right, deterministic, backend,
