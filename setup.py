@@ -27,7 +27,7 @@ def cpu_extension() -> Extension:
     from torch.utils import cpp_extension
 
     flags = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi"]
-    link = ["-Wl,-s"] if sys.platform == "linux" else []
+    link = ["-Wl,-S"] if sys.platform == "linux" else []
     if SANITIZE:
         flags += ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined"]
         link = ["-fsanitize=address,undefined"]

@@ -2,6 +2,12 @@
 #include "kernels.h"
 
 #if defined(__x86_64__)
+// GCC takes the unset inputs of its own intrinsics for uses of uninitialised variables.
+#if !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma"))), \
                              apply_to = function)

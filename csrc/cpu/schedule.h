@@ -14,7 +14,7 @@ namespace softcap_cpu {
 // Query rows of all the query heads that share one key head, in one list: entry f is row f / group of query
 // head f % group of that group. Decoding with few rows fills its lanes with heads this way.
 constexpr int64_t kBlockLanes = 64;
-constexpr int64_t kBlockKeys = 128;
+constexpr int64_t kBlockKeys = 64;
 
 struct Range {
   int64_t begin;
