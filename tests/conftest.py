@@ -15,6 +15,10 @@ settings.register_profile("default", max_examples=300, deadline=None, derandomiz
 settings.register_profile("fuzz", max_examples=10_000, deadline=None, print_blob=True, suppress_health_check=_CHECKS)
 settings.load_profile("fuzz" if os.environ.get("SOFTCAP_OPS_FUZZ") == "1" else "default")
 
+# The tests' tensors are too small to share out, and idle threads that spin slow the whole machine down. Threads have
+# tests of their own: test_contract.py, test_properties.py.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def _clean_state() -> Iterator[None]:

@@ -130,16 +130,21 @@ class Sample:
     def _heat(self, q: Tensor, k: Tensor) -> float:
         """The factor (of either sign) that takes the largest visible score to HOT caps."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        scores = [s for q_i, k_i in self._sequences(q, k) if (s := self._visible_scores(q_i, k_i)).numel()]
+        scores = [s for q_i, k_i in self.sequences(q, k) if (s := self._visible_scores(q_i, k_i)).numel()]
         largest = max((s.flatten()[s.abs().argmax()].item() for s in scores), key=abs, default=0.0) * scale
         target = HOT * self.softcap if self.softcap else HOT_UNCAPPED
         return target / largest if largest else 1.0
 
-    def _sequences(self, q: Tensor, k: Tensor) -> list[tuple[Tensor, Tensor]]:
+    def sequences(self, q: Tensor, k: Tensor, *more: Tensor) -> list[tuple[Tensor, ...]]:
+        """The (seqlen, heads, head_dim) parts of tensors of q, k, v, dout order, a sequence at a time."""
+        by_query = (True, False, False, True)
         if self.lengths_q is None:
-            return list(zip(q.unbind(0), k.unbind(0), strict=True))
-        split_q = q[: sum(self.lengths_q)].split(self.lengths_q)
-        return list(zip(split_q, k[: sum(self.lengths_k)].split(self.lengths_k), strict=True))
+            return list(zip(*(t.unbind(0) for t in (q, k, *more)), strict=True))
+        parts = []
+        for t, is_query in zip((q, k, *more), by_query, strict=False):
+            lengths = self.lengths_q if is_query else self.lengths_k
+            parts.append(t[: sum(lengths)].split(lengths))
+        return list(zip(*parts, strict=True))
 
     def _visible_scores(self, q: Tensor, k: Tensor) -> Tensor:
         group = q.shape[1] // k.shape[1]
