@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-
 from samples import Inputs, Sample
+from torch import Tensor
 
 from softcap_ops import reference
 
