@@ -4,9 +4,9 @@ ONNX has an Attention operator with a softcap attribute, but its first version m
 disagree on the order (onnx/onnx#7865), which lets masked keys leak. A refusal is better than a model that computes
 something else. What meets each route:
 
-- `dynamo=True`, through the public function, the bare op or an exported program: the captured graph is traced again
-  to decompose it. The op's Autograd kernel then puts plain attention in place of one with the cap off (`as_plain`);
-  any other reaches the fake kernel, which refuses (`refuse_if_exporting`).
+- `dynamo=True`, through the public function, the bare op or an exported program: the exporter traces the captured
+  graph again to decompose it, then runs each node's fake kernel to promote types. The op's Autograd kernel puts plain
+  attention in place of one with the cap off (`as_plain`); any other is refused by its fake (`refuse_if_exporting`).
 - `dynamo=False` through the public function: `exporting_torchscript` there, then `attention`.
 - `dynamo=False` with the op already in a graph (bare op, traced or scripted module), fall-through mode included:
   a symbolic function registered for each op, which refuses.
@@ -54,8 +54,12 @@ def exporting_torchscript() -> bool:
 
 
 def refuse_if_exporting(op: str, o: Options) -> None:
-    """Called by the fake kernels."""
-    if _exporting():
+    """Called by the fake kernels.
+
+    Not while torch.export captures (is_exporting): torch drops the message of an exception that leaves a traced or
+    scripted submodule. The exporter runs the op again outside of one.
+    """
+    if _exporting() and not torch.compiler.is_exporting():
         raise OnnxExportError(message(op, o.softcap_tensor is not None or capped(o.softcap)))
 
 
@@ -83,15 +87,8 @@ def capped(softcap: Any) -> bool:
 
 
 def _exporting() -> bool:
-    """Whether the dynamo exporter is rewriting a captured graph.
-
-    Not while it captures one (is_exporting), as a refusal there could lose its message: torch drops that of a Python
-    exception on the way out of a traced or scripted submodule.
-    """
     # Asking torch.onnx would import it (50 ms); while it is not loaded nothing exports.
-    return (
-        "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export() and not torch.compiler.is_exporting()
-    )
+    return "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export()
 
 
 def _refuse(op: str, softcap_index: int, g: Any, *args: Any, **kwargs: Any) -> NoReturn:
