@@ -23,8 +23,8 @@ def attention_fwd(packed: bool, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> 
     packing, options, tail = split(rest, packed)
     needs_backward = bool(tail and tail[0])
     parameters = _check(q, k, v, packing, options)
-    problem = backends.Problem.of(q, k, packing, parameters, needs_backward=needs_backward)
-    return backends.select(problem, options.backend).forward(q, k, v, packing, parameters)
+    backend = backends.choose(options.backend, *backends.facts(q, k, packing, parameters, needs_backward))
+    return backend.forward(q, k, v, packing, parameters)
 
 
 def attention_bwd(
@@ -41,8 +41,7 @@ def attention_bwd(
     packing, options, tail = split(rest, packed)
     parameters = _check(q, k, v, packing, options)
     _validation.gradients(dout, dlse, q, out, lse)
-    problem = backends.Problem.of(q, k, packing, parameters, needs_backward=True)
-    backend = backends.select(problem, options.backend)
+    backend = backends.choose(options.backend, *backends.facts(q, k, packing, parameters, True))
     mask = tuple(tail[0]) if tail else (True, True, True)
     return backend.backward(dout, dlse, q, k, v, out, lse, packing, parameters, mask)
 

@@ -1,23 +1,30 @@
 """The ordered table of backends, and selection.
 
-A backend is a module with `NAME`; `install_error() -> str | None`, why it cannot run here at all;
-`support_error(problem) -> str | None`, why it cannot serve this problem; `forward` and `backward`.
-Adding one is a file here and a row in `_TABLE`.
+A backend is a module with `NAME`, `forward`, `backward` and four questions, asked in this order until one gives a
+reason for not serving:
+
+- `opt_in_error()`: it must be asked for and was not (skipped when the caller names it);
+- `support_error(problem)`: the problem is outside what it offers, whatever the installation;
+- `install_error()`: it cannot run here at all;
+- `probe_error(problem)`: this build, on this device, fails at such a problem; settled by one tiny real call.
+
+Adding a backend is a file here and a row in `_TABLE`.
 """
 
 from __future__ import annotations
 
 import functools
 from types import ModuleType
+from typing import Any
 
 from ..errors import UnsupportedError
-from . import cpu
-from .problem import Problem
+from . import cpu, fa2, fa3
+from .problem import Problem, facts
 
-__all__ = ["Problem", "available_backends", "refusals", "select"]
+__all__ = ["Problem", "available_backends", "choose", "explain", "facts", "refusals", "select"]
 
 # In order of preference: the first that supports a problem serves it.
-_TABLE: tuple[ModuleType, ...] = (cpu,)
+_TABLE: tuple[ModuleType, ...] = (fa3, fa2, cpu)
 
 
 def _named(name: str) -> ModuleType:
@@ -27,9 +34,14 @@ def _named(name: str) -> ModuleType:
     raise ValueError(f"backend must be None or one of {[b.NAME for b in _TABLE]}, got {name!r}")
 
 
+def _refusal(backend: ModuleType, problem: Problem, *, forced: bool) -> str | None:
+    reason = None if forced else backend.opt_in_error()
+    return reason or backend.support_error(problem) or backend.install_error() or backend.probe_error(problem)
+
+
 def refusals(problem: Problem) -> dict[str, str | None]:
     """Every backend's name, in order of preference, with its reason for not serving; None = it can."""
-    return {b.NAME: b.install_error() or b.support_error(problem) for b in _TABLE}
+    return {b.NAME: _refusal(b, problem, forced=False) for b in _TABLE}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -40,16 +52,31 @@ def select(problem: Problem, name: str | None = None) -> ModuleType:
     """
     if name is not None:
         backend = _named(name)
-        reason = backend.install_error() or backend.support_error(problem)
+        reason = _refusal(backend, problem, forced=True)
         if reason is not None:
-            raise UnsupportedError(f"softcap_ops: backend {name!r} cannot serve this call: {reason}")
+            raise UnsupportedError(f"softcap_ops: backend {name!r} cannot serve this call: {reason}") from _cause(
+                reason
+            )
         return backend
-    reasons = refusals(problem)
-    for candidate, reason in reasons.items():
+    reasons: dict[str, str] = {}
+    for backend in _TABLE:
+        reason = _refusal(backend, problem, forced=False)
         if reason is None:
-            return _named(candidate)
+            return backend
+        reasons[backend.NAME] = reason
     lines = "".join(f"\n  {candidate}: {reason}" for candidate, reason in reasons.items())
-    raise UnsupportedError(f"softcap_ops: no backend can serve this call ({problem}):{lines}")
+    causes = filter(None, map(_cause, reasons.values()))
+    raise UnsupportedError(f"softcap_ops: no backend can serve this call ({problem}):{lines}") from next(causes, None)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(name: str | None, *problem_facts: Any) -> ModuleType:
+    """`select` on the tuple of a problem's facts: a hit costs one hash."""
+    return select(Problem(*problem_facts), name)
+
+
+def _cause(reason: str) -> BaseException | None:
+    return getattr(reason, "cause", None)
 
 
 def available_backends() -> dict[str, str | None]:

@@ -12,13 +12,21 @@ from .problem import Problem
 NAME = "cpu"
 
 
-def install_error() -> str | None:
-    return _extension.LOAD_ERROR
+def opt_in_error() -> str | None:
+    return None
 
 
 def support_error(problem: Problem) -> str | None:
     if problem.device_type != "cpu":
         return f"CPU tensors only, got {problem.device_type}"
+    return None
+
+
+def install_error() -> str | None:
+    return _extension.LOAD_ERROR
+
+
+def probe_error(problem: Problem) -> str | None:
     return None
 
 

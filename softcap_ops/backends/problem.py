@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from .._arguments import Packing, Parameters
+
+# The y and z sides of a CUDA grid, where FlashAttention puts the sequences of a batch.
+_MAX_GRID = 65535
+
+
+class Refusal(str):
+    """Why a backend cannot serve, with the exception it was learnt from (None: it is known without trying)."""
+
+    cause: BaseException | None
+
+    def __new__(cls, reason: str, cause: BaseException | None = None) -> Refusal:
+        refusal = super().__new__(cls, reason)
+        refusal.cause = cause
+        return refusal
 
 
 @functools.cache
@@ -32,28 +46,50 @@ class Problem:
     packed: bool
     softcap: float  # 0.0 = off
     causal: bool
-    window: tuple[int, int]
+    window: tuple[int, int]  # what is left of it on these lengths: (-1, -1) if it hides no key that causal does not
     deterministic: bool
     needs_backward: bool
+    over_grid: bool = False  # more sequences than one CUDA grid takes
 
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, packing: Packing | None, parameters: Parameters, *, needs_backward: bool
     ) -> Problem:
         """The problem that these tensors and parameters pose."""
-        device = q.device
-        return cls(
-            device.type,
-            device.index,
-            _capability(device.index) if device.type == "cuda" else None,
-            q.dtype,
-            q.shape[-1],
-            q.shape[-2],
-            k.shape[-2],
-            packing is not None,
-            parameters.softcap,
-            parameters.causal,
-            parameters.window,
-            parameters.deterministic,
-            needs_backward,
-        )
+        return cls(*facts(q, k, packing, parameters, needs_backward))
+
+
+def facts(q: Tensor, k: Tensor, packing: Packing | None, p: Parameters, needs_backward: bool) -> tuple[Any, ...]:
+    """The fields of a Problem, as a tuple: hashed on every call, where building the Problem would cost more."""
+    device = q.device
+    causal, window = p.causal, p.window
+    if window != (-1, -1):
+        if packing is None:
+            causal, window = effective_mask(causal, window, q.shape[1], k.shape[1])
+        else:
+            causal, window = effective_mask(causal, window, packing.max_seqlen_q, packing.max_seqlen_k)
+    batch = q.shape[0] if packing is None else packing.cu_seqlens_q.shape[0] - 1
+    return (
+        device.type,
+        device.index,
+        _capability(device.index) if device.type == "cuda" else None,
+        q.dtype,
+        q.shape[-1],
+        q.shape[-2],
+        k.shape[-2],
+        packing is not None,
+        p.softcap,
+        causal,
+        window,
+        p.deterministic,
+        needs_backward,
+        batch > _MAX_GRID,
+    )
+
+
+def effective_mask(causal: bool, window: tuple[int, int], seqlen_q: int, seqlen_k: int) -> tuple[bool, tuple[int, int]]:
+    """(causal, window) of the same mask, a side that hides nothing being -1: (W, 0) is causal and (W, -1)."""
+    left, right = window
+    if causal or right == 0:
+        causal, right = True, -1
+    return causal, (-1 if left >= seqlen_k - 1 else left, -1 if right >= seqlen_q - 1 else right)

@@ -1,0 +1,108 @@
+"""What the FlashAttention backends make of the kernels' raw results: the table of samples, on emulated kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import fake_flash
+import pytest
+import torch
+from helpers import Attention, check_parity
+from samples import SAMPLES, Sample, each_dtype, each_sample_and_heat, named
+from torch import Tensor
+
+from softcap_ops._arguments import Options, Packing, resolve
+from softcap_ops.backends import fa2, fa3
+
+BUILDS = {"fa2-2.8": (fa2, "2.8"), "fa2-2.6": (fa2, "2.6"), "fa3": (fa3, "")}
+
+
+@pytest.fixture(params=BUILDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    fake_flash.forget(monkeypatch)
+    module, version = BUILDS[request.param]
+    if module is fa2:
+        fake_flash.install_fa2(monkeypatch, version=version)
+    else:
+        fake_flash.install_fa3(monkeypatch)
+    yield module
+    monkeypatch.undo()
+    fake_flash.clear_caches()
+
+
+def through(backend: ModuleType, sample: Sample) -> Attention:
+    """The backend's forward and backward as a differentiable function."""
+
+    class Call(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            packing = Packing(**sample._packing(q)) if sample.packed else None
+            options = Options(sample.softcap, sample.scale, sample.causal, *sample.window)
+            ctx.call = packing, resolve(options, q.shape[-1])
+            out, lse = backend.forward(q, k, v, *ctx.call)
+            ctx.save_for_backward(q, k, v, out, lse)
+            ctx.set_materialize_grads(False)
+            return out, lse
+
+        @staticmethod
+        def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, ...]:
+            q, k, v, out, lse = ctx.saved_tensors
+            dout = torch.zeros_like(out) if dout is None else dout
+            grads = backend.backward(dout, dlse, q, k, v, out, lse, *ctx.call, (True, True, True))
+            for t in (out, lse, *grads):
+                assert t.is_contiguous()
+            return grads
+
+    return Call.apply  # type: ignore[return-value]
+
+
+@each_dtype((torch.bfloat16, torch.float16))
+@each_sample_and_heat()
+def test_parity(backend: ModuleType, sample: Sample, hot: bool, dtype: torch.dtype) -> None:
+    """cases 15, 18, 21, 26, 30, 48, 86: every row of the table comes out as the contract says."""
+    check_parity(sample, sample.inputs(dtype, hot=hot), hot=hot, attention=through(backend, sample))
+
+
+@pytest.mark.parametrize("loss", ["out", "lse"])
+@each_sample_and_heat(
+    named("gqa", "causal_more_queries", "cap_1", "head_dim_20", "packed_gqa", "packed_empty_sequences")
+)
+def test_loss_on_one_output(backend: ModuleType, sample: Sample, hot: bool, loss: str) -> None:
+    """case 37: the kernels take no gradient of lse; it is added."""
+    x = sample.inputs(torch.bfloat16, hot=hot)
+    check_parity(sample, x, hot=hot, loss=loss, attention=through(backend, sample))
+
+
+def test_gradient_of_lse_ignores_rows_that_see_nothing(backend: ModuleType) -> None:
+    sample = next(s for s in SAMPLES if s.name == "packed_empty_sequences")
+    x = sample.inputs(torch.bfloat16)
+    x.dlse[:, 5:] = float("nan")  # four rows without a key
+    q, k, v = (t.requires_grad_() for t in x.qkv)
+    _, lse = through(backend, sample)(q, k, v)
+    for grad in torch.autograd.grad(lse, (q, k), x.dlse):
+        assert grad.isfinite().all()
+
+
+def test_gradients_not_asked_for_have_no_elements(backend: ModuleType) -> None:
+    """case 40."""
+    sample = next(s for s in SAMPLES if s.name == "gqa")
+    x = sample.inputs(torch.bfloat16)
+    p = resolve(Options(sample.softcap), sample.head_dim)
+    out, lse = backend.forward(*x.qkv, None, p)
+    grads = backend.backward(x.dout, None, *x.qkv, out, lse, None, p, (False, True, False))
+    assert [g.numel() for g in grads] == [0, x.k.numel(), 0]
+
+
+def test_deterministic_reaches_the_kernel(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """case 78: nothing that the caller set is lost on the way."""
+    install = fake_flash.install_fa2 if backend is fa2 else fake_flash.install_fa3
+    backend._load.cache_clear()
+    calls = install(monkeypatch).calls
+    sample = next(s for s in SAMPLES if s.name == "packed_gqa")
+    x = sample.inputs(torch.bfloat16)
+    packing, p = Packing(**sample._packing(x.q)), resolve(Options(sample.softcap, deterministic=True), sample.head_dim)
+    out, lse = backend.forward(*x.qkv, packing, p)
+    backend.backward(x.dout, None, *x.qkv, out, lse, packing, p, (True, True, True))
+    assert calls[-1] == "backward deterministic"
