@@ -1,0 +1,91 @@
+# Every target does its own set-up: a Python >= 3.10 with venv, and a C++ compiler, are all it needs.
+#
+#   make demo      train a small Gemma-2 through the ops, compiled, beside its eager attention
+#   make test      the whole suite, against the built and installed wheel
+#   make help      the rest
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+PYTEST ?= --numprocesses 2
+
+VENV    := .venv
+WHEEL   := dist/built
+SOURCES := $(shell find softcap_ops csrc -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu*') \
+           setup.py pyproject.toml README.md
+BUILD_REQUIREMENTS := "setuptools>=77" wheel ninja numpy
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test test-oldest test-newest test-gpu fuzz sanitize bench lint wheel clean
+help:
+	@sed -n 's/^## //p' $(MAKEFILE_LIST)
+
+## make demo            train a small Gemma-2 through the ops
+demo: $(VENV)/installed
+	$(VENV)/bin/python examples/train_gemma2.py
+
+## make test            the whole suite on $(TORCH)
+test: $(VENV)/installed
+	$(VENV)/bin/pytest $(PYTEST)
+
+## make test-oldest     the suite on the oldest supported torch, with the same wheel
+test-oldest: .venv-oldest/installed
+	.venv-oldest/bin/pytest $(PYTEST)
+
+## make test-newest     the suite on the newest torch that installs, with the same wheel
+test-newest: .venv-newest/installed
+	.venv-newest/bin/pytest $(PYTEST)
+
+## make test-gpu        the suite's CUDA part, on a machine with a GPU, in the Python of your choice
+test-gpu:
+	$(PYTHON) -m pytest tests/gpu
+
+## make fuzz            the property suite with 10,000 draws
+fuzz: $(VENV)/installed
+	SOFTCAP_OPS_FUZZ=1 $(VENV)/bin/pytest $(PYTEST) --timeout 3600 tests/test_properties.py
+
+## make bench           the CPU benchmark; writes benchmarks/results/cpu.json
+bench: $(VENV)/installed
+	$(VENV)/bin/python benchmarks/bench_cpu.py
+
+## make lint            ruff, mypy, clang-format
+lint: $(VENV)/linters
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files csrc)
+
+## make wheel           one wheel in dist/, for every Python >= 3.10 and torch >= 2.11
+wheel: $(WHEEL)
+
+## make clean           forget every build and environment
+clean:
+	rm -rf .venv .venv-* build dist *.egg-info softcap_ops/*.so
+
+# ---- environments -------------------------------------------------------------------------------------------------
+
+.venv/torch:        REQUIREMENT := $(TORCH)
+.venv-oldest/torch: REQUIREMENT := torch==2.11.0
+.venv-newest/torch: REQUIREMENT := torch>=2.11
+
+%/torch:
+	$(PYTHON) -m venv $*
+	$*/bin/pip install --quiet $(BUILD_REQUIREMENTS) "$(REQUIREMENT)"
+	@touch $@
+
+# --no-build-isolation: the wheel is built against the torch that is already here, not against a second download.
+$(WHEEL): $(SOURCES) | $(VENV)/torch
+	rm -rf dist build
+	SOFTCAP_OPS_REQUIRE_EXTENSION=1 $(VENV)/bin/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	@touch $@
+
+%/installed: $(WHEEL) | %/torch
+	$*/bin/pip install --quiet "$$(ls dist/*.whl)[test,demo]"
+	$*/bin/pip install --quiet --force-reinstall --no-deps dist/*.whl
+	@touch $@
+
+$(VENV)/linters: pyproject.toml | $(VENV)/installed
+	$(VENV)/bin/pip install --quiet "$$(ls dist/*.whl)[dev]"
+	@touch $@
+
+.PRECIOUS: %/torch %/installed
