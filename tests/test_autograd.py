@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Result, check_parity, evaluate
+from helpers import Result, check_parity, evaluate, must_save_attention
 from samples import Sample, each_sample, named
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from softcap_ops import reference
 from softcap_ops.backends import cpu
@@ -386,16 +386,6 @@ def test_saved_tensor_hooks(sample: Sample) -> None:
 
 
 # ---- checkpointing -------------------------------------------------------------------------------------------
-
-
-def must_save_attention() -> Any:
-    ops = torch.ops.softcap_ops
-    saved = {ops.attention_fwd.default, ops.varlen_attention_fwd.default}
-
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
 
 
 @each_sample(BOTH_LAYOUTS)
