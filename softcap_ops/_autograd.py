@@ -40,6 +40,17 @@ def _below_autograd(op: Any, keyset: Any, *args: Any) -> Any:
         return op.redispatch(keyset & _C._after_autograd_keyset, *args)
 
 
+def _inside_function(op: Any, keyset: Any, *args: Any) -> Any:
+    """`_below_autograd` from a Function's forward, which runs with grad modes off.
+
+    Under nested torch.func transforms the call goes on to the next level, and that one must differentiate it too.
+    """
+    if not _C._are_functorch_transforms_active():
+        return _below_autograd(op, keyset, *args)
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        return _below_autograd(op, keyset, *args)
+
+
 class _Forward(_SingleLevelFunction):
     """attention_fwd or varlen_attention_fwd, remembering what its backward needs.
 
@@ -52,7 +63,7 @@ class _Forward(_SingleLevelFunction):
         ctx: Any, packed: bool, keyset: Any, q: Tensor, k: Tensor, v: Tensor, packing: Any, options: Options
     ) -> tuple[Tensor, Tensor]:
         op = _schema.varlen_attention_fwd if packed else _schema.attention_fwd
-        out, lse = _below_autograd(op, keyset, q, k, v, *(packing or ()), *options, True)
+        out, lse = _inside_function(op, keyset, q, k, v, *(packing or ()), *options, True)
         cu_seqlens = packing[:2] if packed else (None, None)
         ctx.save_for_backward(q, k, v, out, lse, *cu_seqlens, options.softcap_tensor, options.scale_tensor)
         ctx.set_materialize_grads(False)
@@ -82,7 +93,7 @@ class _Backward(_SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, op: Any, keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return _below_autograd(op, keyset, *args)
+        return _inside_function(op, keyset, *args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._functorch.config
 from hypothesis import HealthCheck, settings
 
 _CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
@@ -18,6 +19,9 @@ settings.load_profile("fuzz" if os.environ.get("SOFTCAP_OPS_FUZZ") == "1" else "
 # The tests' tensors are too small to share out, and idle threads that spin slow the whole machine down. Threads have
 # tests of their own: test_contract.py, test_properties.py.
 torch.set_num_threads(1)
+
+# Trace anew in every run: a cached AOT graph would hide a change of a fake kernel.
+torch._functorch.config.enable_autograd_cache = False
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from samples import Inputs, Sample
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from softcap_ops import reference
 
@@ -130,3 +131,14 @@ def check_parity(
 
 def metadata(t: Tensor) -> tuple[Any, ...]:
     return tuple(t.shape), t.dtype, t.stride(), t.storage_offset(), t.device.type
+
+
+def must_save_attention() -> Any:
+    """A checkpoint's context_fn that keeps the attention outputs and recomputes the rest."""
+    ops = torch.ops.softcap_ops
+    saved = {ops.attention_fwd.default, ops.varlen_attention_fwd.default}
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -10,7 +10,9 @@ A `Sample` is one call: its layout, shapes, options and the strides its tensors 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -160,12 +162,16 @@ class Sample:
 
     # ---- calls ---------------------------------------------------------------------------------------------
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, **overrides: Any) -> tuple[Tensor, Tensor]:
-        """(out, lse) through the public function."""
+    def bind(self, device: str = "cpu", **overrides: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+        """The public function with everything but q, k, v filled in; returns (out, lse)."""
         options = {**self.options, **overrides}
         if self.lengths_q is None:
-            return softcap_ops.softcap_attention(q, k, v, return_lse=True, **options)
-        return softcap_ops.softcap_attention_varlen(q, k, v, return_lse=True, **self._packing(q), **options)
+            return partial(softcap_ops.softcap_attention, return_lse=True, **options)
+        return partial(softcap_ops.softcap_attention_varlen, return_lse=True, **self.packing(device), **options)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **overrides: Any) -> tuple[Tensor, Tensor]:
+        """(out, lse) through the public function."""
+        return self.bind(q.device, **overrides)(q, k, v)
 
     def reference(self, q: Tensor, k: Tensor, v: Tensor, **overrides: Any) -> tuple[Tensor, Tensor]:
         """(out, lse) by the eager formula, in the dtype of q."""
@@ -175,8 +181,9 @@ class Sample:
         cu_q, cu_k = self.cu_seqlens(q.device)
         return reference.attention_varlen(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
 
-    def _packing(self, q: Tensor) -> dict[str, Any]:
-        cu_q, cu_k = self.cu_seqlens(q.device)
+    def packing(self, device: str = "cpu") -> dict[str, Any]:
+        """The arguments that only the packed functions take."""
+        cu_q, cu_k = self.cu_seqlens(device)
         return {
             "cu_seqlens_q": cu_q,
             "cu_seqlens_k": cu_k,
@@ -196,7 +203,7 @@ class Sample:
 
     def op_options(self, q: Tensor) -> tuple[Any, ...]:
         """What both ops of this layout take after their leading tensors."""
-        packing = tuple(self._packing(q).values()) if self.packed else ()
+        packing = tuple(self.packing(q.device).values()) if self.packed else ()
         return (*packing, self.softcap, self.scale, self.causal, *self.window)
 
     def op_args(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
