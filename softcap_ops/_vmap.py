@@ -25,10 +25,10 @@ def _join(t: Tensor | None, in_dim: int | None, axis: int, size: int) -> Tensor 
     return t.flatten(axis, axis + 1)
 
 
-def _split(t: Tensor, axis: int, size: int, inner: int) -> tuple[Tensor, int | None]:
+def _split(t: Tensor, axis: int, size: int) -> tuple[Tensor, int | None]:
     if t.dim() == 1:  # a gradient that was not asked for has no elements and nothing to map
         return t, None
-    return t.unflatten(axis, (size, inner)), axis
+    return t.unflatten(axis, (size, -1)), axis
 
 
 def _batch(
@@ -40,26 +40,16 @@ def _batch(
     if any(dim is not None for dim in in_dims[leading:] if not isinstance(dim, (list, tuple))):
         raise UnsupportedError(_NO_VMAP.format(what="cu_seqlens, softcap or scale"))
     size = info.batch_size
-    tensors = [
-        _join(t, dim, axis, size) for t, dim, axis in zip(args[:leading], in_dims[:leading], axes, strict=True)
-    ]
-    results = op(*tensors, *args[leading:])
-    inner = _inner_sizes(args[:leading], in_dims[:leading], axes)
-    # The forward returns out and lse, which have q's batch and heads; the backward dq, dk, dv, those of q, k, v.
-    likes = inner[:1] * 2 if len(results) == 2 else inner[2:5]
-    values, dims = zip(
-        *(_split(t, axis, size, like) for t, axis, like in zip(results, out_axes, likes, strict=True)), strict=True
-    )
-    return values, dims
-
-
-def _inner_sizes(tensors: tuple[Any, ...], in_dims: tuple[Any, ...], axes: tuple[int, ...]) -> list[int]:
-    """The size that each tensor's joined axis has without the map."""
-    sizes = []
-    for t, dim, axis in zip(tensors, in_dims, axes, strict=True):
-        shape = [] if t is None else [n for i, n in enumerate(t.shape) if i != dim]
-        sizes.append(shape[axis] if shape else 0)
-    return sizes
+    tensors, dims = args[:leading], in_dims[:leading]
+    if size == 0:  # one item of zeros has the shapes that the results of none have
+        items = (
+            t if d is None else t.new_zeros(t.shape[:d] + t.shape[d + 1 :]) for t, d in zip(tensors, dims, strict=True)
+        )
+        results = op(*items, *args[leading:])
+        return tuple(r.unsqueeze(axis).narrow(axis, 0, 0) for r, axis in zip(results, out_axes, strict=True)), out_axes
+    joined = (_join(t, d, axis, size) for t, d, axis in zip(tensors, dims, axes, strict=True))
+    results = op(*joined, *args[leading:])
+    return tuple(zip(*(_split(r, axis, size) for r, axis in zip(results, out_axes, strict=True)), strict=True))
 
 
 # Tensors in front: q, k, v, and for the backward dout, dlse, q, k, v, out, lse; heads come first in a packed lse.
