@@ -13,8 +13,6 @@ from .api import explain, softcap_attention, softcap_attention_varlen  # noqa: E
 from .backends import available_backends  # noqa: E402
 from .errors import UnsupportedError  # noqa: E402
 
-_sharding.register()
-
 __version__ = "0.1.0"
 
 __all__ = [

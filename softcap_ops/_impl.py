@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
+from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import _validation, backends
@@ -19,12 +22,23 @@ def _check(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, options: Op
     return resolve(options, q.shape[-1])
 
 
+def _profiled(op: str, packed: bool, backend: ModuleType) -> contextlib.AbstractContextManager[Any]:
+    """A range for profilers (torch.profiler, emit_nvtx) that says which backend serves the op."""
+    if not torch.autograd._profiler_enabled():
+        return _NOTHING
+    return torch.profiler.record_function(f"softcap_ops::{'varlen_' if packed else ''}{op} [{backend.NAME}]")
+
+
+_NOTHING = contextlib.nullcontext()
+
+
 def attention_fwd(packed: bool, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     packing, options, tail = split(rest, packed)
     needs_backward = bool(tail and tail[0])
     parameters = _check(q, k, v, packing, options)
     backend = backends.choose(options.backend, *backends.facts(q, k, packing, parameters, needs_backward))
-    return backend.forward(q, k, v, packing, parameters)
+    with _profiled("attention_fwd", packed, backend):
+        return backend.forward(q, k, v, packing, parameters)
 
 
 def attention_bwd(
@@ -43,7 +57,8 @@ def attention_bwd(
     _validation.gradients(dout, dlse, q, out, lse)
     backend = backends.choose(options.backend, *backends.facts(q, k, packing, parameters, True))
     mask = tuple(tail[0]) if tail else (True, True, True)
-    return backend.backward(dout, dlse, q, k, v, out, lse, packing, parameters, mask)
+    with _profiled("attention_bwd", packed, backend):
+        return backend.backward(dout, dlse, q, k, v, out, lse, packing, parameters, mask)
 
 
 for _prefix, _packed in (("", False), ("varlen_", True)):

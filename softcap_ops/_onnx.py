@@ -14,11 +14,8 @@ something else. What meets each route:
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.util
 import sys
 from functools import partial
-from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -26,6 +23,7 @@ from torch import Tensor
 
 from . import _validation, reference
 from ._arguments import Options
+from ._late import when_imported
 from .errors import OnnxExportError
 
 _REMEDY = (
@@ -110,27 +108,4 @@ def _register_symbolics() -> None:
             torch.onnx.register_custom_op_symbolic(f"softcap_ops::{op}", partial(_refuse, op, softcap_index), opset)
 
 
-class _WhenTorchOnnxLoads(importlib.abc.MetaPathFinder):
-    """Registers the symbolics once torch.onnx is imported: importing it here would double our own import time."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> Any:
-        if fullname != "torch.onnx":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def execute_and_register(module: ModuleType) -> None:
-            execute(module)
-            _register_symbolics()
-
-        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
-        return spec
-
-
-if "torch.onnx" in sys.modules:
-    _register_symbolics()
-else:
-    sys.meta_path.insert(0, _WhenTorchOnnxLoads())
+when_imported("torch.onnx", _register_symbolics)  # importing it here would double our own import time

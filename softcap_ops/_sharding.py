@@ -2,20 +2,21 @@
 
 Attention mixes positions of a sequence, so a shard of it cannot be computed alone: that is context parallelism.
 DTensor would gather such inputs silently, at the cost that sharding was meant to avoid; we say so instead.
+A refusal is an UnsupportedError: any other exception leaves DTensor as a RuntimeError.
 
-torch.distributed.tensor takes most of a second to import, so nothing is registered until it has been imported
-by someone: `register()` is called when softcap_ops loads, and again by the Autograd kernels until it took.
+torch.distributed.tensor takes most of a second to import, so the strategies are registered once someone imports it.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from functools import partial
 from typing import Any
 
 from . import _schema
 from ._arguments import split
+from ._late import when_imported
+from .errors import UnsupportedError
 
 _registered = False
 
@@ -39,7 +40,7 @@ def register() -> None:
 
 
 class _Axes:
-    """Where the sharded axes are: (in q, k, v, out and their gradients; in lse and its gradient)."""
+    """Where the axes are: of the sequence in q, k, v; of heads and batch in (tensors like q, tensors like lse)."""
 
     def __init__(self, packed: bool) -> None:
         self.sequence = 0 if packed else 1
@@ -47,41 +48,52 @@ class _Axes:
         self.batch = None if packed else (0, 0)
 
 
-def _choices(packed: bool, q: Any, k: Any) -> list[tuple[Any, Any]]:
+def _choices(packed: bool, q: Any, k: Any, v: Any) -> list[tuple[Any, Any]]:
     """The placements one mesh dimension may use: pairs for (tensors like q, tensors like lse)."""
     from torch.distributed.tensor import Replicate, Shard
 
+    _refuse_placements(packed, q=q, k=k, v=v)
     axes = _Axes(packed)
     choices: list[tuple[Any, Any]] = [(Replicate(), Replicate())]
     if axes.batch is not None:
         choices.append((Shard(axes.batch[0]), Shard(axes.batch[1])))
-    heads_q, heads_kv = q.shape[axes.heads[0]], k.shape[axes.heads[0]]
-    ways = math.prod(
-        size for size, placement in zip(q.mesh.shape, q.placements, strict=True) if placement.is_shard(axes.heads[0])
-    )
-    if heads_kv % ways == 0:
+    # Only where heads are sharded already, and evenly: DTensor would also split 3 of them as 2 and 1, which parts a
+    # group of query heads from the key head that it reads.
+    axis = axes.heads[0]
+    meshes = zip(q.mesh.shape, q.placements, k.placements, v.placements, strict=True)
+    ways = [size for size, *placements in meshes if any(p.is_shard(axis) for p in placements)]
+    if ways:
+        _refuse_uneven_heads(axis, ways, q=q, k=k, v=v)
         choices.append((Shard(axes.heads[0]), Shard(axes.heads[1])))
-    elif ways > 1:
-        raise ValueError(
-            f"softcap_ops: q is sharded {ways} ways over its {heads_q} heads, which needs the heads of k and v to be "
-            f"divisible by {ways}, got {heads_kv}"
-        )
     return choices
 
 
-def _check(packed: bool, **tensors: Any) -> None:
+def _refuse_uneven_heads(axis: int, ways: list[int], **tensors: Any) -> None:
+    shards = 1
+    for size in ways:
+        shards *= size
+    for name, spec in tensors.items():
+        heads = spec.shape[axis]
+        if heads % shards != 0:
+            raise UnsupportedError(
+                f"softcap_ops: heads sharded {shards} ways need a number of them divisible by {shards} in q, k and v, "
+                f"got {heads} in {name}: shard fewer ways, repeat the heads of k and v, or redistribute to Replicate"
+            )
+
+
+def _refuse_placements(packed: bool, **tensors: Any) -> None:
     sequence = _Axes(packed).sequence
     for name, spec in tensors.items():
         for placement in spec.placements:
             if placement.is_shard(sequence):
                 axis, others = ("tokens", "heads") if packed else ("sequence", "batch or the heads")
-                raise ValueError(
+                raise UnsupportedError(
                     f"softcap_ops: {name} is sharded over its {axis} (axis {sequence}), got placements "
                     f"{tuple(spec.placements)}: shard the {others} instead, or gather it; a sequence longer than one "
-                    "device needs context parallelism"
+                    "device needs context parallelism (softcap_ops.context_parallel_attention)"
                 )
             if placement.is_partial():
-                raise ValueError(
+                raise UnsupportedError(
                     f"softcap_ops: {name} is a partial sum, got placements {tuple(spec.placements)}: attention is not "
                     "linear in it; redistribute it to Replicate or Shard first"
                 )
@@ -97,19 +109,18 @@ def _placements(args: tuple[Any, ...], leading: list[Any]) -> list[Any]:
 
 
 def _forward(packed: bool, *args: Any) -> list[tuple[list[Any], list[Any]]]:
-    q, k, v = args[:3]
-    _check(packed, q=q, k=k, v=v)
-    return [([x, y], _placements(args, [x, x, x])) for x, y in _choices(packed, q, k)]
+    return [([x, y], _placements(args, [x, x, x])) for x, y in _choices(packed, *args[:3])]
 
 
 def _backward(packed: bool, *args: Any) -> list[tuple[list[Any], list[Any]]]:
     from torch.distributed.tensor import Replicate
 
-    _, _, q, k, v = args[:5]
-    _check(packed, q=q, k=k, v=v)
     tail = split(args[7:], packed)[2]
     mask = tail[0] if tail else (True, True, True)
     return [
         ([x if wanted else Replicate() for wanted in mask], _placements(args, [x, y, x, x, x, x, y]))
-        for x, y in _choices(packed, q, k)
+        for x, y in _choices(packed, *args[2:5])
     ]
+
+
+when_imported("torch.distributed.tensor", register)

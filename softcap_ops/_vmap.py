@@ -1,4 +1,4 @@
-"""torch.func.vmap: the mapped axis joins the batch axis, so one kernel call serves the whole map."""
+"""torch.func.vmap: the mapped axis joins the batch axis, or the heads of a packed batch: one kernel call a map."""
 
 from __future__ import annotations
 
@@ -9,43 +9,54 @@ import torch
 from torch import Tensor
 
 from . import _schema
+from .errors import UnsupportedError
 
 _NO_VMAP = (
-    "softcap_ops: vmap over {what} is not offered. Map q, k and v of softcap_attention, "
-    "or join the mapped sequences into one packed batch yourself."
+    "softcap_ops: vmap over {what} is not offered. Map q, k and v only; a map over packed batches of different "
+    "lengths is itself a packed batch: join the sequences and their cu_seqlens."
 )
 
 
-def _join(t: Tensor | None, in_dim: int | None, size: int) -> Tensor | None:
-    """(size, B, ...) -> (size * B, ...), repeating what is not mapped."""
+def _join(t: Tensor | None, in_dim: int | None, axis: int, size: int) -> Tensor | None:
+    """Put the mapped axis in front of `axis` and merge the two; what is not mapped is repeated."""
     if t is None:
         return None
-    t = t.expand(size, *t.shape) if in_dim is None else t.movedim(in_dim, 0)
-    return t.flatten(0, 1)
+    t = t.unsqueeze(axis).expand(*t.shape[:axis], size, *t.shape[axis:]) if in_dim is None else t.movedim(in_dim, axis)
+    return t.flatten(axis, axis + 1)
 
 
-def _split(t: Tensor, size: int) -> tuple[Tensor, int | None]:
+def _split(t: Tensor, axis: int, size: int) -> tuple[Tensor, int | None]:
     if t.dim() == 1:  # a gradient that was not asked for has no elements and nothing to map
         return t, None
-    return t.unflatten(0, (size, t.shape[0] // size if size else 0)), 0
+    return t.unflatten(axis, (size, -1)), axis
 
 
-def _dense(op: Any, tensors: int, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    """`tensors` leading arguments may be mapped, the scalars behind them may not."""
-    if any(d is not None for d in in_dims[tensors:] if not isinstance(d, (tuple, list))):
-        raise NotImplementedError(_NO_VMAP.format(what="softcap or scale"))
+def _batch(
+    op: Any, axes: tuple[int, ...], out_axes: tuple[int, ...], info: Any, in_dims: tuple[Any, ...], *args: Any
+) -> tuple[Any, Any]:
+    """`axes`: for each of the leading tensors, the axis that takes in the mapped one; for the results `out_axes`."""
+    leading = len(axes)
+    # A bool list among the arguments comes with a list of in_dims of its own.
+    if any(dim is not None for dim in in_dims[leading:] if not isinstance(dim, (list, tuple))):
+        raise UnsupportedError(_NO_VMAP.format(what="cu_seqlens, softcap or scale"))
     size = info.batch_size
-    joined = (_join(t, d, size) for t, d in zip(args[:tensors], in_dims[:tensors], strict=True))
-    outputs = op(*joined, *args[tensors:])
-    values, dims = zip(*(_split(t, size) for t in outputs), strict=True)
-    return values, dims
+    tensors, dims = args[:leading], in_dims[:leading]
+    if size == 0:  # one item of zeros has the shapes that the results of none have
+        items = (
+            t if d is None else t.new_zeros(t.shape[:d] + t.shape[d + 1 :]) for t, d in zip(tensors, dims, strict=True)
+        )
+        results = op(*items, *args[leading:])
+        return tuple(r.unsqueeze(axis).narrow(axis, 0, 0) for r, axis in zip(results, out_axes, strict=True)), out_axes
+    joined = (_join(t, d, axis, size) for t, d, axis in zip(tensors, dims, axes, strict=True))
+    results = op(*joined, *args[leading:])
+    return tuple(zip(*(_split(r, axis, size) for r, axis in zip(results, out_axes, strict=True)), strict=True))
 
 
-def _packed(info: Any, in_dims: Any, *args: Any) -> Any:
-    raise NotImplementedError(_NO_VMAP.format(what="softcap_attention_varlen"))
-
-
-for _op, _tensors in ((_schema.attention_fwd, 3), (_schema.attention_bwd, 7)):
-    torch.library.register_vmap(_op, partial(_dense, _op, _tensors))
-for _op in (_schema.varlen_attention_fwd, _schema.varlen_attention_bwd):
-    torch.library.register_vmap(_op, _packed)
+# Tensors in front: q, k, v, and for the backward dout, dlse, q, k, v, out, lse; heads come first in a packed lse.
+for _op, _axes, _out_axes in (
+    (_schema.attention_fwd, (0, 0, 0), (0, 0)),
+    (_schema.attention_bwd, (0,) * 7, (0, 0, 0)),
+    (_schema.varlen_attention_fwd, (1, 1, 1), (1, 0)),
+    (_schema.varlen_attention_bwd, (1, 0, 1, 1, 1, 1, 0), (1, 1, 1)),
+):
+    torch.library.register_vmap(_op, partial(_batch, _op, _axes, _out_axes))

@@ -2,7 +2,7 @@
 
 
 class UnsupportedError(NotImplementedError):
-    """No backend can serve a call, or the one asked for by name cannot.
+    """No backend can serve a call, or the one asked for by name cannot; or a transform (vmap, DTensor) cannot.
 
     The message holds each backend's reason; the original cause, where there is one, is chained.
     """
