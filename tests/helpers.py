@@ -6,7 +6,12 @@ An error is ||x - ref|| / ||ref|| against the formula in float64. It may be twic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +19,7 @@ from samples import Inputs, Sample
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+import softcap_ops
 from softcap_ops import reference
 
 Attention = Callable[..., tuple[Tensor, Tensor]]
@@ -142,3 +148,13 @@ def must_save_attention() -> Any:
         return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+def run_python(
+    script: str, *args: object, cwd: Path | None = None, paths: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that finds softcap_ops where this one did."""
+    root = str(Path(softcap_ops.__file__).parents[1])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, root, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, args)]
+    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=240)
