@@ -1,7 +1,7 @@
 """The one shape, dtype, device and value contract of the ops: one message for each mistake.
 
-`scalars` checks what Python types alone decide and runs in the public functions. Everything else runs inside
-the ops, on real tensors (before any kernel) and on fake ones (while tracing), so that the bare op and the public
+`types`, `scalars` and `lengths` check what Python types alone decide and run in the public functions. All else runs
+inside the ops, on real tensors (before any kernel) and on fake ones (while tracing), so that the bare op and the public
 function refuse the same calls. A wrong type or dtype is a TypeError, a wrong shape, device or value a ValueError.
 """
 
@@ -22,6 +22,24 @@ MAX_HEADS = 65535
 
 _DENSE = "(batch, seqlen, heads, head_dim)"
 _PACKED = "(tokens, heads, head_dim)"
+
+
+def types(q: Any, k: Any, v: Any, causal: Any, deterministic: Any, backend: Any) -> None:
+    """Check the Python types of the public functions' tensors and switches."""
+    tensor("q", q)
+    tensor("k", k)
+    tensor("v", v)
+    if not isinstance(causal, (bool, torch.SymBool)):
+        raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
+    if deterministic is not None and not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be a bool or None, got {type(deterministic).__name__}")
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend must be a str or None, got {type(backend).__name__}")
+
+
+def tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(value).__name__}")
 
 
 def scalars(softcap: Any, scale: Any, window: Any) -> tuple[Any, Any]:
@@ -51,6 +69,15 @@ def integer(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be an int, got a Tensor: pass {name}.item()")
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+
+
+def lengths(cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any) -> Packing:
+    """Check the Python types of what only the packed functions take."""
+    tensor("cu_seqlens_q", cu_seqlens_q)
+    tensor("cu_seqlens_k", cu_seqlens_k)
+    integer("max_seqlen_q", max_seqlen_q)
+    integer("max_seqlen_k", max_seqlen_k)
+    return Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
 
 
 def options(o: Options) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _nested, _onnx, _schema, _validation, backends
-from ._arguments import Options, Packing, resolve
+from ._arguments import Options, resolve
 from .errors import OnnxExportError
 
 
@@ -83,6 +83,7 @@ def softcap_attention(
         UnsupportedError: no backend can serve the call, or the one asked for cannot.
         errors.OnnxExportError: a soft-capped call is being exported to ONNX, which has no such operator.
     """
+    _validation.types(q, k, v, causal, deterministic, backend)
     left, right = _validation.scalars(softcap, scale, window)
     if _onnx.exporting_torchscript():
         out, lse = _onnx.attention(q, k, v, softcap, scale, causal, (left, right))
@@ -168,9 +169,9 @@ def softcap_attention_varlen(
     Raises:
         As `softcap_attention`. What cu_seqlens hold is checked on the CPU only.
     """
+    _validation.types(q, k, v, causal, deterministic, backend)
     left, right = _validation.scalars(softcap, scale, window)
-    _validation.integer("max_seqlen_q", max_seqlen_q)
-    _validation.integer("max_seqlen_k", max_seqlen_k)
+    _validation.lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if _onnx.exporting_torchscript():
         raise OnnxExportError(_onnx.message("varlen_attention_fwd", _onnx.capped(softcap)))
     out, lse = _schema.varlen_attention_fwd(
@@ -201,10 +202,11 @@ def explain(
     Arguments are those of `softcap_attention`, or with the cu_seqlens of `softcap_attention_varlen`, and are checked
     the same way. A gradient is taken to be needed when grad mode is on and q, k or v requires one.
     """
+    _validation.types(q, k, v, causal, deterministic, backend)
     left, right = _validation.scalars(softcap, scale, window)
     packing = None
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q or 0, max_seqlen_k or 0)
+    if any(a is not None for a in (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)):
+        packing = _validation.lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = Options(softcap, scale, causal, left, right, deterministic, backend)
     _validation.inputs(q, k, v, packing, options)
     needs_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
