@@ -242,6 +242,18 @@ def test_number_of_sequences() -> None:
     assert counter.frame_count == 1
 
 
+def test_causal_by_length() -> None:
+    """`causal = seqlen > 1`, as transformers has it, is a symbolic bool while tracing."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return softcap_ops.softcap_attention(q, k, v, softcap=5.0, causal=q.shape[1] > 1, return_lse=True)
+
+    compiled, _ = counting(attention, dynamic=True)
+    for seqlen_q in (17, 32, 1):
+        x = Sample("any", seqlen_q=seqlen_q, seqlen_k=32).inputs(hot=True)
+        assert_same(evaluate(compiled, x), evaluate(attention, x))
+
+
 # ---- caps and scales -------------------------------------------------------------------------------------------
 
 

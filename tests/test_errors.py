@@ -239,6 +239,12 @@ def mistakes() -> list[Mistake]:
             "softcap must be finite and positive, or 0.0 or None for off, got -1.0", OP)
 
     # Python types, which the public functions check.
+    for name in "qkv":
+        for value, kind in ((None, "NoneType"), ([1.0], "list"), (DENSE[name].numpy(), "ndarray")):
+            row(f"{name} a {kind}", DENSE, {name: value}, TypeError, f"{name} must be a Tensor, got {kind}", PUBLIC)
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        row(f"{name} a list", PACKED, {name: [0, 4, 9]}, TypeError, f"{name} must be a Tensor, got list", PUBLIC)
+        row(f"{name} None", PACKED, {name: None}, TypeError, f"{name} must be a Tensor, got NoneType", PUBLIC)
     number = "a number or None (0.0 or None turns the cap off)"
     for base, kind in ((DENSE, "dense"), (PACKED, "packed")):
         row(f"{kind}, softcap a string", base, {"softcap": "50"}, TypeError, f"softcap must be {number}, got str",
@@ -254,6 +260,13 @@ def mistakes() -> list[Mistake]:
         for value in (4, None, (4,), (1, 2, 3), {4, 0}):
             row(f"{kind}, window {value}", base, {"window": value}, TypeError,
                 f"window must be a pair (left, right) of ints, -1 = unlimited, got {value!r}", PUBLIC)
+        for value, got in ((1, "int"), (None, "NoneType"), (torch.tensor(True), "Tensor")):
+            row(f"{kind}, causal {got}", base, {"causal": value}, TypeError, f"causal must be a bool, got {got}",
+                PUBLIC, got == "Tensor")
+        row(f"{kind}, deterministic an int", base, {"deterministic": 1}, TypeError,
+            "deterministic must be a bool or None, got int", PUBLIC)
+        row(f"{kind}, backend an int", base, {"backend": 2}, TypeError, "backend must be a str or None, got int",
+            PUBLIC)
         row(f"{kind}, window of floats", base, {"window": (4.0, 0)}, TypeError, "window[0] must be an int, got float",
             PUBLIC)
         row(f"{kind}, window of tensors", base, {"window": (4, torch.tensor(0))}, TypeError,
