@@ -1,7 +1,7 @@
 """Builds softcap_ops, and its C++ kernels where Torch and a compiler are at hand.
 
-The extension is bound by Torch's stable ABI and holds no Python, so one wheel serves every torch >= 2.11 and every
-Python. What cannot be built is left out with a line that says why: the Python package works without it.
+The extension is bound by Torch's stable ABI and holds no Python, so one wheel serves every torch >= 2.11 and
+every Python. What cannot be built is left out with a line that says why: the package works without it.
 
     SOFTCAP_OPS_REQUIRE_EXTENSION=1   fail instead of leaving it out
     SOFTCAP_OPS_SANITIZE=1            AddressSanitizer and UBSan, for tests
@@ -22,11 +22,17 @@ SANITIZE = os.environ.get("SOFTCAP_OPS_SANITIZE", "0") == "1"
 TORCH_TARGET_VERSION = "0x020b000000000000"
 
 
+def explain(error: Exception) -> None:
+    reason = str(error).splitlines()[0][:200]
+    print(f"softcap_ops: built without its C++ kernels: {reason}", file=sys.stderr)
+
+
 def cpu_extension() -> Extension:
     """The CPU kernels as an extension; raises if Torch is missing."""
     from torch.utils import cpp_extension
 
-    flags = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi"]
+    flags = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fvisibility=hidden"]
+    flags += ["-Wall", "-Wextra", "-Wno-psabi"]
     link = ["-Wl,-S"] if sys.platform == "linux" else []
     if SANITIZE:
         flags += ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined"]
@@ -73,7 +79,7 @@ class BuildExtension(build_ext):
         except Exception as error:
             if REQUIRED:
                 raise
-            print(f"softcap_ops: built without its C++ kernels: {error}", file=sys.stderr)
+            explain(error)
             self.extensions = self.distribution.ext_modules = []
 
 
@@ -81,6 +87,8 @@ class Wheel(bdist_wheel):
     """Tags a wheel that holds the extension for its platform, and for any Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
+        if not self.distribution.ext_modules:
+            return "py3", "none", "any"
         _, _, platform = super().get_tag()
         return "py3", "none", platform
 
@@ -91,7 +99,7 @@ def extensions() -> list[Extension]:
     except ImportError as error:
         if REQUIRED:
             raise
-        print(f"softcap_ops: built without its C++ kernels: {error}", file=sys.stderr)
+        explain(error)
         return []
 
 

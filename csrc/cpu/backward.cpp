@@ -14,7 +14,7 @@ namespace {
 // threads, but never on their timing.
 struct Run {
   int64_t group;
-  int64_t first;  // of the query rows of the group, see kBlockLanes
+  int64_t first;  // of the query rows of the group, see kMaxLanes
   int64_t last;
   Range keys;
   int64_t cost;
@@ -43,15 +43,15 @@ Range join(Range a, Range b) {
 }
 
 // Cuts the query rows of every group into runs of about `target` cost, counted in visible (query, key) pairs.
-Plan cut(const Problem& p, int64_t target) {
+Plan cut(const Problem& p, int64_t block_lanes, int64_t target) {
   Plan plan;
   const int64_t heads = p.heads_q / p.heads_kv;
   for (int64_t b = 0; b < p.batch; ++b) {
     const Sequence s = sequence(p, b);
     const int64_t rows = s.len_q * heads;
     std::vector<Run> runs(1, Run{0, 0, 0, {0, 0}, 0, -1});
-    for (int64_t first = 0; first < rows; first += kBlockLanes) {
-      const int64_t last = std::min(first + kBlockLanes, rows);
+    for (int64_t first = 0; first < rows; first += block_lanes) {
+      const int64_t last = std::min(first + block_lanes, rows);
       // The ranges of consecutive rows only move to the right, so the first and the last that see anything
       // suffice.
       Range keys{0, 0};
@@ -92,13 +92,13 @@ int64_t makespan(const Plan& plan, int64_t workers) {
 }
 
 // The fewest cuts that keep all workers busy: every cut costs memory for another set of sums.
-Plan balance(const Problem& p, int64_t workers) {
-  Plan plan = cut(p, std::numeric_limits<int64_t>::max());
+Plan balance(const Problem& p, int64_t block_lanes, int64_t workers) {
+  Plan plan = cut(p, block_lanes, std::numeric_limits<int64_t>::max());
   int64_t total = 0;
   for (const Run& run : plan.runs) total += run.cost;
   const int64_t share = total / workers + 1;
   for (int64_t pieces = 1; pieces <= 4 && makespan(plan, workers) > share + share / 8; ++pieces) {
-    plan = cut(p, share / pieces);
+    plan = cut(p, block_lanes, share / pieces);
   }
   return plan;
 }
@@ -118,33 +118,35 @@ void place_sums(Plan* plan, int64_t row_elements) {
 
 template <typename T>
 struct Workspace {
-  T* q;          // (head_dim, lanes)
-  T* dout;       // (head_dim, lanes)
-  T* dq;         // (head_dim, lanes)
-  T* q_rows;     // (lanes, padded head_dim)
-  T* dout_rows;  // (lanes, padded head_dim)
-  T* tile;       // (keys, lanes)
-  T* dp;         // (keys, lanes)
-  T* k;          // (keys, head_dim), where k needs converting
-  T* v;
-  T* row;    // one row
-  T* lse;    // (lanes)
-  T* delta;  // (lanes)
-  typename LaneInt<T>::type* first;
-  typename LaneInt<T>::type* last;
+  using Int = typename LaneInt<T>::type;
+  QueryMatrix<T> q;          // (head_dim, lanes)
+  QueryMatrix<T> dout;       // (head_dim, lanes)
+  QueryMatrix<T> q_rows;     // (lanes, padded head_dim)
+  QueryMatrix<T> dout_rows;  // (lanes, padded head_dim)
+  T* dq;                     // (head_dim, lanes)
+  T* tile;                   // (keys, lanes)
+  T* dp;                     // (keys, lanes)
+  T* row;                    // one row
+  T* lse;                    // (lanes), as are the next
+  T* delta;
+  Int* first;
+  Int* last;
+  ProductScratch<T> k;
+  ProductScratch<T> v;
   T* sums;  // for a run that is alone
 
-  int64_t carve(const Problem& p, int64_t private_sums, char* base) {
-    const int64_t ld = padded<T>(p.head_dim);
-    const int64_t converted = p.dtype == native_dtype<T>() ? 0 : kBlockKeys * p.head_dim;
+  int64_t carve(const Products<T>& products, const Problem& p, int64_t private_sums, char* base) {
+    const int64_t lanes = products.block_lanes(), ld = padded<T>(p.head_dim);
     Carver carver(base);
-    for (T** matrix : {&q, &dout, &dq}) *matrix = carver.take<T>(p.head_dim * kBlockLanes);
-    for (T** matrix : {&q_rows, &dout_rows}) *matrix = carver.take<T>(kBlockLanes * ld);
-    for (T** matrix : {&tile, &dp}) *matrix = carver.take<T>(kBlockKeys * kBlockLanes);
-    for (T** matrix : {&k, &v}) *matrix = carver.take<T>(converted);
+    for (auto* matrix : {&q, &dout}) *matrix = products.carve_matrix(p.head_dim, lanes, &carver);
+    for (auto* matrix : {&q_rows, &dout_rows}) *matrix = products.carve_matrix(lanes, ld, &carver);
+    dq = carver.take<T>(p.head_dim * lanes);
+    for (T** matrix : {&tile, &dp}) *matrix = carver.take<T>(kBlockKeys * lanes);
     row = carver.take<T>(ld);
-    for (T** vector : {&lse, &delta}) *vector = carver.take<T>(kBlockLanes);
-    for (auto** vector : {&first, &last}) *vector = carver.take<typename LaneInt<T>::type>(kBlockLanes);
+    for (T** vector : {&lse, &delta}) *vector = carver.take<T>(lanes);
+    for (Int** vector : {&first, &last}) *vector = carver.take<Int>(lanes);
+    k = products.carve(&carver);
+    v = products.carve(&carver);
     sums = carver.take<T>(private_sums);
     return carver.used();
   }
@@ -165,7 +167,8 @@ class Backward {
       : args_(args),
         p_(args.problem),
         threads_(threads),
-        kernel_(kernels<T>()),
+        products_(args.problem),
+        kernel_(products_.kernel),
         cap_(make_cap<T>(p_)),
         ld_(padded<T>(p_.head_dim)),
         size_(element_size(p_.dtype)),
@@ -173,7 +176,7 @@ class Backward {
         in_place_(p_.dtype == native_dtype<T>() && ld_ == p_.head_dim) {}
 
   void operator()() {
-    plan_ = balance(p_, threads_.count);
+    plan_ = balance(p_, products_.block_lanes(), threads_.count);
     const int64_t wanted = (args_.dk.data != nullptr) + (args_.dv.data != nullptr);
     place_sums(&plan_, wanted * ld_);
     if (in_place_) plan_.private_sums = 0;
@@ -181,21 +184,21 @@ class Backward {
     const int64_t n_runs = static_cast<int64_t>(plan_.runs.size());
     const int64_t n_workers = std::min(n_runs, threads_.count);
     Workspace<T> layout;
-    const int64_t bytes = layout.carve(p_, plan_.private_sums, nullptr);
+    const int64_t bytes = layout.carve(products_, p_, plan_.private_sums, nullptr);
     const Scratch scratch(bytes * n_workers);
     const Scratch shared(plan_.shared_sums * static_cast<int64_t>(sizeof(T)));
     shared_ = reinterpret_cast<T*>(shared.data());
 
     run_tasks(threads_, n_workers, n_runs, [&](int64_t worker, int64_t i) {
       Workspace<T> workspace;
-      workspace.carve(p_, plan_.private_sums, scratch.data() + worker * bytes);
+      workspace.carve(products_, p_, plan_.private_sums, scratch.data() + worker * bytes);
       process(plan_.runs[static_cast<size_t>(plan_.order[static_cast<size_t>(i)])], workspace);
     });
     if (plan_.shared_sums > 0) {
       const int64_t n_groups = static_cast<int64_t>(plan_.groups.size());
       run_tasks(threads_, std::min(n_groups, threads_.count), n_groups, [&](int64_t worker, int64_t i) {
         Workspace<T> workspace;
-        workspace.carve(p_, plan_.private_sums, scratch.data() + worker * bytes);
+        workspace.carve(products_, p_, plan_.private_sums, scratch.data() + worker * bytes);
         add_up(plan_.groups[static_cast<size_t>(i)], workspace.row);
       });
     }
@@ -240,8 +243,8 @@ class Backward {
         std::memset(sum + j * sums.ld, 0, static_cast<size_t>(ld_) * sizeof(T));
       }
     }
-    for (int64_t first = run.first; first < run.last; first += kBlockLanes) {
-      block(run, group, s, first, std::min(first + kBlockLanes, run.last), sums, w);
+    for (int64_t first = run.first; first < run.last; first += products_.block_lanes()) {
+      block(run, group, s, first, std::min(first + products_.block_lanes(), run.last), sums, w);
     }
     if (!alone(run)) return;
     for (const Output* out : {&args_.dk, &args_.dv}) {
@@ -260,81 +263,63 @@ class Backward {
 
   void block(const Run& run, const Group& group, const Sequence& s, int64_t first, int64_t last,
              const Sums<T>& sums, const Workspace<T>& w) const {
-    const int64_t d = p_.head_dim;
-    const Lanes<T> lanes = make_lanes<T>(p_, s, group.head_kv, first, last);
+    const int64_t d = p_.head_dim, unit = padded<T>(1);
+    const Lanes lanes = make_lanes(p_, s, group.head_kv, first, last, unit);
     const int64_t width = lanes.width;
-    for (T* matrix : {w.q, w.dout}) clear_spare_lanes(lanes, d, matrix);
+    for (auto* matrix : {&w.q, &w.dout}) clear_spare_lanes(lanes, d, matrix->data);
     for (int64_t lane = 0; lane < width; ++lane) load_lane(s, lanes, lane, w);
-    const bool need_ds = args_.dq.data != nullptr || sums.dk != nullptr;
-    const bool q_finite = kernel_.all_finite(w.q_rows, lanes.count, d, ld_, 1);
-    const bool dout_finite = kernel_.all_finite(w.dout_rows, lanes.count, d, ld_, 1);
+    for (auto* matrix : {&w.q, &w.dout}) products_.make_pairs(*matrix, d, width);
+    for (auto* matrix : {&w.q_rows, &w.dout_rows}) products_.make_pairs(*matrix, lanes.count, ld_);
+    const bool q_finite = kernel_.all_finite(w.q_rows.data, lanes.count, d, ld_, 1);
+    const bool dout_finite = kernel_.all_finite(w.dout_rows.data, lanes.count, d, ld_, 1);
+    const bool need_dq = args_.dq.data != nullptr;
+    const bool need_ds = need_dq || sums.dk != nullptr;
+    if (need_dq) std::fill_n(w.dq, d * width, T(0));
 
-    bool fresh = true;
-    for_key_blocks(lanes, [&](int64_t begin, int64_t end, bool whole) {
-      const int64_t rows = end - begin;
-      const Visible<T> visible = whole ? Visible<T>{} : tile_mask(lanes, begin, end, w.first, w.last);
-      // A masked weight is an exact zero. Only next to a NaN or an infinity does that not mask the product.
-      auto multiply = [&](const Gemm<T>& gemm, bool finite, auto masked) {
-        if (whole || finite) {
-          kernel_.gemm(gemm);
-        } else {
-          masked(gemm, visible);
-        }
-      };
-
-      const KeyBlock<T> k = load_keys(kernel_, p_, args_.k, s, group.head_kv, begin, end, w.k);
-      Gemm<T> scores{rows, width, d, k.data, k.row_stride, k.col_stride, w.q, width, w.tile, width};
-      scores.overwrite = true;
-      kernel_.gemm(scores);
+    for_steps(lanes, unit, [&](const Step& step) {
+      const Visible<T> visible = step_mask<T>(lanes, step, w.first, w.last);
+      const KeyBlock<T> k = products_.load_keys(args_.k, s, group.head_kv, step, w.k);
+      products_.over_dims(k, w.q, width, step, w.tile);
       if (need_ds) {
-        const KeyBlock<T> v = load_keys(kernel_, p_, args_.v, s, group.head_kv, begin, end, w.v);
-        Gemm<T> dp{rows, width, d, v.data, v.row_stride, v.col_stride, w.dout, width, w.dp, width};
-        dp.overwrite = true;
-        kernel_.gemm(dp);
+        const KeyBlock<T> v = products_.load_keys(args_.v, s, group.head_kv, step, w.v);
+        products_.over_dims(v, w.dout, width, step, w.dp);
       }
-      kernel_.gradient_tile(w.tile, need_ds ? w.dp : nullptr, rows, width, cap_, visible, w.lse, w.delta);
+      kernel_.gradient_tile(w.tile, need_ds ? w.dp : nullptr, step.keys(), step.lanes(), cap_, visible,
+                            w.lse + step.first, w.delta + step.first);
 
-      const int64_t offset = (begin - run.keys.begin) * sums.ld;
+      const int64_t offset = (step.begin - run.keys.begin) * sums.ld;
       if (sums.dv != nullptr) {
-        const Gemm<T> dv{rows, ld_,         lanes.count, w.tile,           width,
-                         1,    w.dout_rows, ld_,         sums.dv + offset, sums.ld};
-        multiply(dv, dout_finite, kernel_.gemm_visible_rows);
+        products_.over_lanes(w.tile, w.dout_rows, dout_finite, visible, lanes, step, sums.dv + offset,
+                             sums.ld, w.v);
       }
       if (sums.dk != nullptr) {
-        const Gemm<T> dk{rows, ld_, lanes.count, w.dp, width, 1, w.q_rows, ld_, sums.dk + offset, sums.ld};
-        multiply(dk, q_finite, kernel_.gemm_visible_rows);
+        products_.over_lanes(w.dp, w.q_rows, q_finite, visible, lanes, step, sums.dk + offset, sums.ld, w.v);
       }
-      if (args_.dq.data != nullptr) {
-        Gemm<T> dq{d, width, rows, k.data, k.col_stride, k.row_stride, w.dp, width, w.dq, width};
-        dq.overwrite = fresh;
-        const bool finite = whole || kernel_.all_finite(k.data, rows, d, k.row_stride, k.col_stride);
-        multiply(dq, finite, kernel_.gemm_visible_columns);
-      }
-      fresh = false;
+      if (need_dq) products_.over_keys(k, w.dp, visible, nullptr, width, step, w.dq, w.k);
     });
 
     if (args_.dq.data == nullptr) return;
     for (int64_t lane = 0; lane < lanes.count; ++lane) {
-      for (int64_t i = 0; i < d; ++i) w.row[i] = fresh ? T(0) : w.dq[i * width + lane];
+      for (int64_t i = 0; i < d; ++i) w.row[i] = w.dq[i * width + lane];
       char* const dst = address(args_.dq, size_, s.batch, s.first_q + lanes.row[lane], lanes.head[lane]);
       kernel_.store(p_.dtype, w.row, 1, d, dst);
     }
   }
 
-  void load_lane(const Sequence& s, const Lanes<T>& lanes, int64_t lane, const Workspace<T>& w) const {
+  void load_lane(const Sequence& s, const Lanes& lanes, int64_t lane, const Workspace<T>& w) const {
     if (lane >= lanes.count) {
       w.lse[lane] = w.delta[lane] = 0;
       return;
     }
     const int64_t d = p_.head_dim;
-    T* const q = w.q_rows + lane * ld_;
-    T* const dout = w.dout_rows + lane * ld_;
+    T* const q = w.q_rows.data + lane * ld_;
+    T* const dout = w.dout_rows.data + lane * ld_;
     for (int64_t i = d; i < ld_; ++i) q[i] = dout[i] = 0;
     load_query(kernel_, p_, args_.q, s, lanes, lane, q);
     load_query(kernel_, p_, args_.dout, s, lanes, lane, dout);
     load_query(kernel_, p_, args_.out, s, lanes, lane, w.row);
-    set_lane(q, d, lanes.width, lane, w.q);
-    set_lane(dout, d, lanes.width, lane, w.dout);
+    set_lane(q, d, lanes.width, lane, w.q.data);
+    set_lane(dout, d, lanes.width, lane, w.dout.data);
     const int64_t row = s.first_q + lanes.row[lane], head = lanes.head[lane];
     auto statistic = [&](const Input& x) {
       return *reinterpret_cast<const T*>(address(x, sizeof(T), s.batch, row, head));
@@ -366,6 +351,7 @@ class Backward {
   const BackwardArgs& args_;
   const Problem& p_;
   const Threads& threads_;
+  const Products<T> products_;
   const Kernels<T>& kernel_;
   const Cap<T> cap_;
   const int64_t ld_;

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -10,20 +11,20 @@ namespace {
 struct Task {
   int64_t batch;
   int64_t head_kv;
-  int64_t first;  // of the query rows of the group, see kBlockLanes
+  int64_t first;  // of the query rows of the group, see kMaxLanes
   int64_t last;
 };
 
 // Within a head the last rows come first: under a causal mask they are the longest.
-std::vector<Task> make_tasks(const Problem& p) {
+std::vector<Task> make_tasks(const Problem& p, int64_t block_lanes) {
   std::vector<Task> tasks;
   const int64_t group = p.heads_q / p.heads_kv;
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t rows = sequence(p, b).len_q * group;
-    const int64_t blocks = (rows + kBlockLanes - 1) / kBlockLanes;
+    const int64_t blocks = (rows + block_lanes - 1) / block_lanes;
     for (int64_t h = 0; h < p.heads_kv; ++h) {
       for (int64_t i = blocks - 1; i >= 0; --i) {
-        tasks.push_back({b, h, i * kBlockLanes, i + 1 < blocks ? (i + 1) * kBlockLanes : rows});
+        tasks.push_back({b, h, i * block_lanes, i + 1 < blocks ? (i + 1) * block_lanes : rows});
       }
     }
   }
@@ -32,74 +33,60 @@ std::vector<Task> make_tasks(const Problem& p) {
 
 template <typename T>
 struct Workspace {
-  T* q;        // (head_dim, lanes)
-  T* out;      // (head_dim, lanes)
-  T* tile;     // (keys, lanes)
-  T* keys;     // (keys, head_dim), for k and then v where they need converting
-  T* row;      // one row
-  T* row_max;  // (lanes), as are the rest
+  using Int = typename LaneInt<T>::type;
+  QueryMatrix<T> q;  // (head_dim, lanes)
+  T* out;            // (head_dim, lanes)
+  T* tile;           // (keys, lanes)
+  T* row;            // one row
+  T* row_max;        // (lanes), as are the rest
   T* row_sum;
   T* rescale;
-  typename LaneInt<T>::type* first;
-  typename LaneInt<T>::type* last;
+  Int* first;
+  Int* last;
+  ProductScratch<T> products;
 
-  int64_t carve(const Problem& p, char* base) {
+  int64_t carve(const Products<T>& products_of, const Problem& p, char* base) {
+    const int64_t lanes = products_of.block_lanes();
     Carver carver(base);
-    q = carver.take<T>(p.head_dim * kBlockLanes);
-    out = carver.take<T>(p.head_dim * kBlockLanes);
-    tile = carver.take<T>(kBlockKeys * kBlockLanes);
-    keys = carver.take<T>(p.dtype == native_dtype<T>() ? 0 : kBlockKeys * p.head_dim);
+    q = products_of.carve_matrix(p.head_dim, lanes, &carver);
+    out = carver.take<T>(p.head_dim * lanes);
+    tile = carver.take<T>(kBlockKeys * lanes);
     row = carver.take<T>(p.head_dim);
-    row_max = carver.take<T>(kBlockLanes);
-    row_sum = carver.take<T>(kBlockLanes);
-    rescale = carver.take<T>(kBlockLanes);
-    first = carver.take<typename LaneInt<T>::type>(kBlockLanes);
-    last = carver.take<typename LaneInt<T>::type>(kBlockLanes);
+    for (T** vector : {&row_max, &row_sum, &rescale}) *vector = carver.take<T>(lanes);
+    for (Int** vector : {&first, &last}) *vector = carver.take<Int>(lanes);
+    products = products_of.carve(&carver);
     return carver.used();
   }
 };
 
 template <typename T>
-void run_task(const ForwardArgs& args, const Kernels<T>& kernel, const Task& task, const Workspace<T>& w) {
+void run_task(const ForwardArgs& args, const Products<T>& products, const Task& task, const Workspace<T>& w) {
   const Problem& p = args.problem;
+  const Kernels<T>& kernel = products.kernel;
   const Sequence s = sequence(p, task.batch);
-  const Lanes<T> lanes = make_lanes<T>(p, s, task.head_kv, task.first, task.last);
+  const int64_t unit = padded<T>(1);
+  const Lanes lanes = make_lanes(p, s, task.head_kv, task.first, task.last, unit);
   const Cap<T> cap = make_cap<T>(p);
   const int64_t width = lanes.width;
 
-  clear_spare_lanes(lanes, p.head_dim, w.q);
+  clear_spare_lanes(lanes, p.head_dim, w.q.data);
   for (int64_t lane = 0; lane < lanes.count; ++lane) {
     load_query(kernel, p, args.q, s, lanes, lane, w.row);
-    set_lane(w.row, p.head_dim, width, lane, w.q);
+    set_lane(w.row, p.head_dim, width, lane, w.q.data);
   }
-  for (int64_t lane = 0; lane < width; ++lane) {
-    w.row_max[lane] = -std::numeric_limits<T>::infinity();
-    w.row_sum[lane] = 0;
-  }
+  products.make_pairs(w.q, p.head_dim, width);
+  std::fill_n(w.out, p.head_dim * width, T(0));
+  std::fill_n(w.row_max, width, -std::numeric_limits<T>::infinity());
+  std::fill_n(w.row_sum, width, T(0));
 
-  bool fresh = true;
-  for_key_blocks(lanes, [&](int64_t begin, int64_t end, bool whole) {
-    const int64_t rows = end - begin;
-    const Visible<T> visible = whole ? Visible<T>{} : tile_mask(lanes, begin, end, w.first, w.last);
-
-    const KeyBlock<T> k = load_keys(kernel, p, args.k, s, task.head_kv, begin, end, w.keys);
-    Gemm<T> scores{rows, width, p.head_dim, k.data, k.row_stride, k.col_stride, w.q, width, w.tile, width};
-    scores.overwrite = true;
-    kernel.gemm(scores);
-
-    kernel.softmax_tile(w.tile, rows, width, cap, visible, w.row_max, w.row_sum, w.rescale);
-
-    const KeyBlock<T> v = load_keys(kernel, p, args.v, s, task.head_kv, begin, end, w.keys);
-    Gemm<T> weighted{p.head_dim,   width,  rows,  v.data, v.col_stride,
-                     v.row_stride, w.tile, width, w.out,  width};
-    weighted.overwrite = fresh;
-    weighted.beta = w.rescale;
-    if (!whole && !kernel.all_finite(v.data, rows, p.head_dim, v.row_stride, v.col_stride)) {
-      kernel.gemm_visible_columns(weighted, visible);
-    } else {
-      kernel.gemm(weighted);
-    }
-    fresh = false;
+  for_steps(lanes, unit, [&](const Step& step) {
+    const Visible<T> visible = step_mask<T>(lanes, step, w.first, w.last);
+    const KeyBlock<T> k = products.load_keys(args.k, s, task.head_kv, step, w.products);
+    products.over_dims(k, w.q, width, step, w.tile);
+    kernel.softmax_tile(w.tile, step.keys(), step.lanes(), cap, visible, w.row_max + step.first,
+                        w.row_sum + step.first, w.rescale);
+    const KeyBlock<T> v = products.load_keys(args.v, s, task.head_kv, step, w.products);
+    products.over_keys(v, w.tile, visible, w.rescale, width, step, w.out, w.products);
   });
 
   const int64_t size = element_size(p.dtype);
@@ -120,18 +107,18 @@ void run_task(const ForwardArgs& args, const Kernels<T>& kernel, const Task& tas
 template <typename T>
 void forward(const ForwardArgs& args, const Threads& threads) {
   const Problem& p = args.problem;
-  const Kernels<T>& kernel = kernels<T>();
-  const std::vector<Task> tasks = make_tasks(p);
+  const Products<T> products(p);
+  const std::vector<Task> tasks = make_tasks(p, products.block_lanes());
   const int64_t n_tasks = static_cast<int64_t>(tasks.size());
   const int64_t n_workers = n_tasks < threads.count ? n_tasks : threads.count;
 
   Workspace<T> layout;
-  const int64_t bytes = layout.carve(p, nullptr);
+  const int64_t bytes = layout.carve(products, p, nullptr);
   const Scratch scratch(bytes * n_workers);
   run_tasks(threads, n_workers, n_tasks, [&](int64_t worker, int64_t task) {
     Workspace<T> workspace;
-    workspace.carve(p, scratch.data() + worker * bytes);
-    run_task(args, kernel, tasks[static_cast<size_t>(task)], workspace);
+    workspace.carve(products, p, scratch.data() + worker * bytes);
+    run_task(args, products, tasks[static_cast<size_t>(task)], workspace);
   });
 
   if (p.cu_seqlens_q != nullptr) {

@@ -52,6 +52,7 @@ struct Cap {
 // `overwrite`. n is a multiple of the lane padding; a may have any strides.
 template <typename T>
 struct Gemm {
+  using Sum = T;
   int64_t m, n, k;
   const T* a;
   int64_t a_row, a_col;
@@ -61,6 +62,32 @@ struct Gemm {
   int64_t ldc;
   bool overwrite = false;
   const T* beta = nullptr;
+};
+
+// The same in bfloat16, two terms at a time: k counts pairs of terms. A pair of a lies in two neighbouring
+// elements, with a_col from pair to pair; one of b in the two halves of a word, the first in the low one.
+struct PairGemm {
+  using Sum = float;
+  int64_t m, n, k;
+  const uint16_t* a;
+  int64_t a_row, a_col;
+  const uint32_t* b;
+  int64_t ldb;
+  float* c;
+  int64_t ldc;
+  bool overwrite = false;
+  const float* beta = nullptr;
+};
+
+// For machines that multiply bfloat16: twice the speed, on operands that are rounded to it.
+struct PairKernels {
+  void (*gemm)(const PairGemm&);
+  // dst[r, c] = (src[2r, c], src[2r + 1, c]); a missing last row is zero. cols is a multiple of 16.
+  void (*pair_rows)(const float* src, int64_t ld, int64_t rows, int64_t cols, uint32_t* dst);
+  // The same from bfloat16 rows of unit stride, of any number of columns.
+  void (*pair_half_rows)(const uint16_t* src, int64_t ld, int64_t rows, int64_t cols, uint32_t* dst);
+  // dst[r, c] = (src[r, 2c], src[r, 2c + 1]). cols is a multiple of 16.
+  void (*pair_cols)(const float* src, int64_t ld, int64_t rows, int64_t cols, uint32_t* dst);
 };
 
 template <typename T>
@@ -95,7 +122,10 @@ struct Kernels {
 template <typename T>
 const Kernels<T>& kernels();
 
-// "baseline", "avx2" or "avx512".
+// Null where the machine does not multiply bfloat16.
+const PairKernels* pair_kernels();
+
+// "baseline", "avx2", "avx512" or "avx512bf16".
 const char* isa_name();
 
 }  // namespace softcap_cpu

@@ -23,4 +23,38 @@ Range visible_keys(const Problem& p, const Sequence& s, int64_t i) {
   return r.empty() ? Range{0, 0} : r;
 }
 
+Lanes make_lanes(const Problem& p, const Sequence& s, int64_t head_kv, int64_t first, int64_t last,
+                 int64_t unit) {
+  Lanes lanes;
+  lanes.count = last - first;
+  lanes.width = (lanes.count + unit - 1) / unit * unit;
+  lanes.some = {s.len_kv, 0};
+  lanes.all = {0, s.len_kv};
+  const int64_t group = p.heads_q / p.heads_kv;
+  for (int64_t i = 0; i < lanes.count; ++i) {
+    lanes.row[i] = (first + i) / group;
+    lanes.head[i] = head_kv * group + (first + i) % group;
+    const Range r = visible_keys(p, s, lanes.row[i]);
+    lanes.keys[i] = r;
+    if (r.begin > lanes.all.begin) lanes.all.begin = r.begin;
+    if (r.end < lanes.all.end) lanes.all.end = r.end;
+    if (r.empty()) continue;
+    if (r.begin < lanes.some.begin) lanes.some.begin = r.begin;
+    if (r.end > lanes.some.end) lanes.some.end = r.end;
+  }
+  if (lanes.all.empty()) lanes.all = {lanes.some.end, lanes.some.end};
+  return lanes;
+}
+
+Range lanes_that_see(const Lanes& lanes, int64_t begin, int64_t end, int64_t unit) {
+  Range seeing{lanes.width, 0};
+  for (int64_t i = 0; i < lanes.count; ++i) {
+    const Range r = lanes.keys[i];
+    if (r.empty() || r.begin >= end || r.end <= begin) continue;
+    if (i < seeing.begin) seeing.begin = i / unit * unit;
+    seeing.end = (i / unit + 1) * unit;
+  }
+  return seeing;
+}
+
 }  // namespace softcap_cpu

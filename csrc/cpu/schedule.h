@@ -11,10 +11,13 @@
 
 namespace softcap_cpu {
 
-// Query rows of all the query heads that share one key head, in one list: entry f is row f / group of query
-// head f % group of that group. Decoding with few rows fills its lanes with heads this way.
-constexpr int64_t kBlockLanes = 64;
+// A block of query rows is cut from the rows of all the query heads that share one key head, in one list:
+// entry f is row f / group of query head f % group of that group. Decoding with few rows fills its lanes with
+// heads this way.
+constexpr int64_t kMaxLanes = 128;
 constexpr int64_t kBlockKeys = 64;
+// At the edges of the mask, where smaller steps leave less to compute in vain.
+constexpr int64_t kEdgeKeys = 32;
 
 struct Range {
   int64_t begin;
@@ -102,64 +105,63 @@ void run_tasks(const Threads& threads, int64_t n_workers, int64_t n_tasks, const
 }
 
 // The lanes of one block of query rows, and the keys they see.
-template <typename T>
 struct Lanes {
-  int64_t count;              // rows in the block
-  int64_t width;              // count, padded to whole vectors
-  int64_t row[kBlockLanes];   // query row of the sequence
-  int64_t head[kBlockLanes];  // query head
-  Range keys[kBlockLanes];
+  int64_t count;            // rows in the block
+  int64_t width;            // count, padded to whole vectors
+  int64_t row[kMaxLanes];   // query row of the sequence
+  int64_t head[kMaxLanes];  // query head
+  Range keys[kMaxLanes];
   Range some;  // keys that any lane sees
   Range all;   // keys that every lane sees
 };
 
-template <typename T>
-Lanes<T> make_lanes(const Problem& p, const Sequence& s, int64_t head_kv, int64_t first, int64_t last) {
-  Lanes<T> lanes;
-  lanes.count = last - first;
-  lanes.width = padded<T>(lanes.count);
-  lanes.some = {s.len_kv, 0};
-  lanes.all = {0, s.len_kv};
-  const int64_t group = p.heads_q / p.heads_kv;
-  for (int64_t i = 0; i < lanes.count; ++i) {
-    lanes.row[i] = (first + i) / group;
-    lanes.head[i] = head_kv * group + (first + i) % group;
-    const Range r = visible_keys(p, s, lanes.row[i]);
-    lanes.keys[i] = r;
-    if (r.begin > lanes.all.begin) lanes.all.begin = r.begin;
-    if (r.end < lanes.all.end) lanes.all.end = r.end;
-    if (r.empty()) continue;
-    if (r.begin < lanes.some.begin) lanes.some.begin = r.begin;
-    if (r.end > lanes.some.end) lanes.some.end = r.end;
-  }
-  if (lanes.all.empty()) lanes.all = {lanes.some.end, lanes.some.end};
-  return lanes;
-}
+Lanes make_lanes(const Problem& p, const Sequence& s, int64_t head_kv, int64_t first, int64_t last,
+                 int64_t unit);
 
-// Calls fn(begin, end, whole) for blocks of keys that cover what the lanes see, in order. `whole` blocks are
-// seen by every lane and need no mask; the split keeps the masked blocks down to the edges of the mask.
-template <typename T, typename Fn>
-void for_key_blocks(const Lanes<T>& lanes, const Fn& fn) {
+// Keys [begin, end) against lanes [first, last), whole vectors of them. The other lanes see none of these
+// keys. Unless `masked`, these lanes see all of them.
+struct Step {
+  int64_t begin;
+  int64_t end;
+  int64_t first;
+  int64_t last;
+  bool masked;
+  int64_t keys() const { return end - begin; }
+  int64_t lanes() const { return last - first; }
+};
+
+// The lanes, in whole vectors of `unit`, of which any sees any of the keys.
+Range lanes_that_see(const Lanes& lanes, int64_t begin, int64_t end, int64_t unit);
+
+// Calls fn(step) for steps that cover what the lanes see, in order of the keys. The split keeps the masked
+// steps to the edges of the mask.
+template <typename Fn>
+void for_steps(const Lanes& lanes, int64_t unit, const Fn& fn) {
   const Range parts[3] = {
       {lanes.some.begin, lanes.all.begin}, {lanes.all.begin, lanes.all.end}, {lanes.all.end, lanes.some.end}};
   for (int part = 0; part < 3; ++part) {
-    for (int64_t j = parts[part].begin; j < parts[part].end; j += kBlockKeys) {
-      const int64_t end = j + kBlockKeys < parts[part].end ? j + kBlockKeys : parts[part].end;
-      fn(j, end, part == 1);
+    const bool masked = part != 1;
+    const int64_t size = masked ? kEdgeKeys : kBlockKeys;
+    for (int64_t begin = parts[part].begin; begin < parts[part].end; begin += size) {
+      const int64_t end = begin + size < parts[part].end ? begin + size : parts[part].end;
+      const Range seeing = masked ? lanes_that_see(lanes, begin, end, unit) : Range{0, lanes.width};
+      if (!seeing.empty()) fn(Step{begin, end, seeing.begin, seeing.end, masked});
     }
   }
 }
 
-// The mask of one tile: each lane's visible keys relative to the tile.
+// The mask of one step: each lane's visible keys, counted from the first key of the step.
 template <typename T>
-Visible<T> tile_mask(const Lanes<T>& lanes, int64_t begin, int64_t end, typename LaneInt<T>::type* first,
+Visible<T> step_mask(const Lanes& lanes, const Step& step, typename LaneInt<T>::type* first,
                      typename LaneInt<T>::type* last) {
   using Int = typename LaneInt<T>::type;
-  const int64_t rows = end - begin;
-  auto clip = [&](int64_t j) { return static_cast<Int>(j < begin ? 0 : j > end ? rows : j - begin); };
-  for (int64_t i = 0; i < lanes.width; ++i) {
-    first[i] = i < lanes.count ? clip(lanes.keys[i].begin) : 0;
-    last[i] = i < lanes.count ? clip(lanes.keys[i].end) : 0;
+  if (!step.masked) return {};
+  auto clip = [&](int64_t j) {
+    return static_cast<Int>(j < step.begin ? 0 : j > step.end ? step.keys() : j - step.begin);
+  };
+  for (int64_t i = step.first; i < step.last; ++i) {
+    first[i - step.first] = i < lanes.count ? clip(lanes.keys[i].begin) : 0;
+    last[i - step.first] = i < lanes.count ? clip(lanes.keys[i].end) : 0;
   }
   return {first, last};
 }
