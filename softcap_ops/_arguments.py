@@ -49,13 +49,17 @@ def split(rest: tuple[Any, ...], packed: bool) -> tuple[Packing | None, Options,
     return packing, Options(*rest[: len(Options._fields)]), rest[len(Options._fields) :]
 
 
+# float32 kernels would read a larger cap as infinite, and inf * tanh(0) is NaN. No score comes near it.
+_LARGEST_SOFTCAP = 1e38
+
+
 def resolve(options: Options, head_dim: int) -> Parameters:
     """Fill in the defaults and read the scalars that a compiled graph carries as tensors."""
     softcap = options.softcap if options.softcap_tensor is None else options.softcap_tensor.item()
     scale = options.scale if options.scale_tensor is None else options.scale_tensor.item()
     deterministic = options.deterministic
     return Parameters(
-        0.0 if softcap is None else float(softcap),
+        0.0 if softcap is None else min(float(softcap), _LARGEST_SOFTCAP),
         1.0 / math.sqrt(head_dim) if scale is None else float(scale),
         options.causal,
         (options.window_left, options.window_right),
