@@ -93,7 +93,7 @@ def attention(
     """
     _refuse_what_is_not_offered(module, attention_mask, dropout, softcap, is_causal, kwargs)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    options = {
+    options: dict[str, Any] = {
         "softcap": softcap,
         "scale": scaling,
         "causal": True,
@@ -103,7 +103,7 @@ def attention(
     if attention_mask is not None:
         return _padded(q, k, v, attention_mask, options), None
 
-    packing = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    packing: tuple[Any, ...] = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     if any(part is not None for part in packing):
         if any(part is None for part in packing):
             raise ValueError("cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k must be given together")
@@ -177,7 +177,7 @@ def _refuse_what_is_not_offered(
     is_causal: bool | None,
     kwargs: dict[str, Any],
 ) -> None:
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     if dropout > 0:
         _refuse(f"dropout (attention_dropout={dropout})", f"Set config.attention_dropout = 0.0; {_REMEDY}")
     if softcap is None and getattr(config, "attn_logit_softcapping", None) is not None:
