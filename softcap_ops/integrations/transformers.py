@@ -107,7 +107,7 @@ def attention(
     if any(part is not None for part in packing):
         if any(part is None for part in packing):
             raise ValueError("cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k must be given together")
-        return _packed(q, k, v, *packing, options), None
+        return _packed(q, k, v, packing, options), None
 
     if position_ids is not None and 1 < q.shape[1] == k.shape[1]:
         starts = _sequence_starts(position_ids, q.shape[0])
@@ -120,7 +120,7 @@ def attention(
             )
         elif starts[:, 1:].any():
             cu_seqlens, longest = _cu_seqlens_from_starts(starts)
-            return _packed(q, k, v, cu_seqlens, cu_seqlens, longest, longest, options), None
+            return _packed(q, k, v, (cu_seqlens, cu_seqlens, longest, longest), options), None
 
     return softcap_attention(q, k, v, **options), None
 
@@ -253,9 +253,8 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, An
     return padded.index_copy(0, rows_q, out).unflatten(0, (batch, seqlen_q))
 
 
-def _packed(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: Any, max_k: Any, options: dict[str, Any]
-) -> Tensor:
+def _packed(q: Tensor, k: Tensor, v: Tensor, packing: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    cu_q, cu_k, max_q, max_k = packing
     out = softcap_attention_varlen(
         *(t.flatten(0, 1) for t in (q, k, v)),
         cu_seqlens_q=cu_q.to(torch.int32).contiguous(),
