@@ -1,0 +1,285 @@
+"""Hugging Face transformers: attention by name.
+
+    from softcap_ops.integrations import transformers as softcap_transformers
+
+    name = softcap_transformers.register()
+    model = Gemma2ForCausalLM.from_pretrained("google/gemma-2-2b", attn_implementation=name)
+
+Each layer's cap, scale and window reach the op as the model gives them, key and value heads un-repeated. Padding,
+packed sequences and KV caches compute what transformers' eager attention computes for the real tokens; at a padding
+token the output is 0. What is not offered is refused by name: nothing runs uncapped, unmasked or without dropout in
+silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from ..api import softcap_attention, softcap_attention_varlen
+from ..errors import UnsupportedError
+
+# No double quotes: Inductor puts an assertion's message into C++ as it is.
+_REMEDY = "attn_implementation='eager' offers it."
+
+
+def register(name: str = "softcap_ops") -> str:
+    """Register softcap_ops with transformers as an attention implementation.
+
+    Args:
+        name: what `attn_implementation=` and `set_attn_implementation` will know it by. transformers gives some names
+            a meaning of their own: "flash" in one, "/" and "|".
+
+    Returns:
+        The name.
+
+    Raises:
+        ValueError: transformers would not take the name for ours.
+        UnsupportedError: this transformers has another mask interface (before 5.4).
+    """
+    if name in ("eager", "sdpa", "flex_attention") or not name or any(part in name for part in ("flash", "/", "|")):
+        raise ValueError(
+            f'name must differ from transformers\' own implementations and hold no "flash", "/" or "|", got {name!r}'
+        )
+    if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 4):
+        raise UnsupportedError(f"softcap_ops needs transformers 5.4 or newer, found {transformers.__version__}")
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, attention_mask)
+    return name
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface.
+
+    Args:
+        module: the attention layer; read for `is_causal` and its config.
+        query: (batch, heads_q, seqlen_q, head_dim).
+        key, value: (batch, heads_kv, seqlen_k, head_dim).
+        attention_mask: what the mask function below returned: None, or bool (batch, tokens), False = padding, for the
+            first `tokens` keys; later keys do not exist yet, and the queries are the last of those tokens.
+        dropout: must be 0.
+        scaling: factor of q kT; None = head_dim ** -0.5.
+        sliding_window: tokens that a query sees, itself included.
+        softcap: the cap; None only in a model that has none.
+        is_causal: must be true here or in the module.
+        position_ids: (batch or 1, seqlen_q); without a mask, a position that does not follow the one before it starts
+            a new sequence.
+        cu_seq_lens_*, max_length_*: packed sequences, as DataCollatorWithFlattening gives them.
+
+    Returns:
+        (out (batch, seqlen_q, heads_q, head_dim), None).
+    """
+    _refuse_what_is_not_offered(module, attention_mask, dropout, softcap, is_causal, kwargs)
+    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
+    options: dict[str, Any] = {
+        "softcap": softcap,
+        "scale": scaling,
+        "causal": True,
+        "window": (-1, -1) if sliding_window is None else (sliding_window - 1, 0),
+    }
+
+    if attention_mask is not None:
+        return _padded(q, k, v, attention_mask, options), None
+
+    packing: tuple[Any, ...] = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    if any(part is not None for part in packing):
+        if any(part is None for part in packing):
+            raise ValueError("cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k must be given together")
+        return _packed(q, k, v, packing, options), None
+
+    if position_ids is not None and 1 < q.shape[1] == k.shape[1]:
+        starts = _sequence_starts(position_ids, q.shape[0])
+        if torch.compiler.is_compiling():
+            # Which way to go depends on data: assume one sequence a row, and stop the graph where it is not so.
+            torch._assert_async(
+                ~starts[:, 1:].any(),
+                "softcap_ops: position_ids of packed sequences in a compiled model: pass cu_seq_lens_q, cu_seq_lens_k, "
+                "max_length_q and max_length_k too (DataCollatorWithFlattening(return_flash_attn_kwargs=True))",
+            )
+        elif starts[:, 1:].any():
+            cu_seqlens, longest = _cu_seqlens_from_starts(starts)
+            return _packed(q, k, v, (cu_seqlens, cu_seqlens, longest, longest), options), None
+
+    return softcap_attention(q, k, v, **options), None
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Tensor] | None = None,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """transformers' mask interface: the key columns that exist, and which of them are padding.
+
+    Args:
+        q_length, kv_length: tokens in this forward, columns of the keys that attention will get.
+        q_offset, kv_offset: position of the first query and of the first key column.
+        mask_function: the pattern; causal, with or without a window and packing, is what `attention` computes.
+        attention_mask: bool (batch, positions), False = padding, as the user gave it.
+        use_vmap: whether the model added a pattern of its own.
+        config: the model's.
+
+    Returns:
+        None where every key column is a real token, else bool (batch_size, columns so far), False = padding.
+    """
+    _refuse_other_patterns(mask_function, batch_size, q_length, q_offset, device, use_vmap, config)
+    columns = int(q_offset) + q_length - kv_offset  # a static cache is longer than what it holds
+    if attention_mask is None:
+        if columns == kv_length:
+            return None
+        return torch.ones((batch_size, columns), dtype=torch.bool, device=device)
+    mask = attention_mask[:, kv_offset : kv_offset + columns].to(torch.bool)
+    if mask.shape[1] < columns:
+        mask = torch.nn.functional.pad(mask, (0, columns - mask.shape[1]))
+    if columns == kv_length and mask.all():
+        return None
+    return mask
+
+
+def _refuse(what: str, remedy: str = _REMEDY) -> NoReturn:
+    raise UnsupportedError(f"softcap_ops: {what} is not offered in transformers models. {remedy}")
+
+
+def _refuse_what_is_not_offered(
+    module: torch.nn.Module,
+    mask: Tensor | None,
+    dropout: float,
+    softcap: float | None,
+    is_causal: bool | None,
+    kwargs: dict[str, Any],
+) -> None:
+    config: Any = getattr(module, "config", None)
+    if dropout > 0:
+        _refuse(f"dropout (attention_dropout={dropout})", f"Set config.attention_dropout = 0.0; {_REMEDY}")
+    if softcap is None and getattr(config, "attn_logit_softcapping", None) is not None:
+        _refuse(
+            f"{type(module).__name__} with config.attn_logit_softcapping={config.attn_logit_softcapping}: it does not "
+            "pass its cap to attention, which",
+            "Set config.attn_logit_softcapping = None to run it uncapped.",
+        )
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        _refuse("bidirectional attention (is_causal=False)")
+    if mask is not None and mask.dim() != 2:
+        _refuse(f"an attention_mask of {mask.dim()} dimensions (one of the model's or the caller's own)")
+    for name in ("block_table", "k_cache", "v_cache"):
+        if kwargs.get(name) is not None:
+            _refuse(f"a paged KV cache ({name})", "Generate with model.generate, not with continuous batching.")
+    if kwargs.get("s_aux") is not None:
+        _refuse("an attention sink (s_aux)")
+    output_attentions = kwargs.get("output_attentions")
+    if getattr(config, "output_attentions", False) if output_attentions is None else output_attentions:
+        _refuse("output_attentions=True (the weights are never formed)")
+
+
+def _refuse_other_patterns(
+    mask_function: Callable[..., Tensor] | None,
+    batch_size: int,
+    q_length: int,
+    q_offset: int | Tensor,
+    device: Any,
+    use_vmap: bool,
+    config: Any,
+) -> None:
+    """Refuse what is more than causal: `attention` would compute a causal mask in its place.
+
+    A pattern is closures over closures, which say little of themselves. But all that let a token see beyond itself
+    (bidirectional, prefix, image blocks) let some token see the next one.
+    """
+    if use_vmap:
+        _refuse("a mask function of the model's own (or_mask_function, and_mask_function)")
+    if getattr(config, "attention_chunk_size", None) is not None:
+        _refuse(f"chunked attention (config.attention_chunk_size={config.attention_chunk_size})")
+    if mask_function is None or q_length < 2:
+        return
+    batch = torch.arange(batch_size, device=device).unsqueeze(1)
+    tokens = torch.arange(q_length - 1, device=device).unsqueeze(0) + q_offset
+    sees_next = mask_function(batch, torch.zeros_like(batch), tokens, tokens + 1).any()
+    if torch.compiler.is_compiling():
+        torch._assert_async(~sees_next, "softcap_ops: a mask in which a token sees a later one. " + _REMEDY)
+    elif sees_next:
+        _refuse("a mask in which a token sees a later one")
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
+    """Only the real tokens of each row, as one packed batch; 0 at the others."""
+    columns = mask.shape[1]
+    k, v = k[:, :columns], v[:, :columns]
+    batch, seqlen_q = q.shape[:2]
+    mask_q = mask[:, columns - seqlen_q :]
+    if mask.all():
+        return softcap_attention(q, k, v, **options)
+    rows_q, rows_k = (m.flatten().nonzero().squeeze(1) for m in (mask_q, mask))
+    lengths_q, lengths_k = (m.sum(1, dtype=torch.int32) for m in (mask_q, mask))
+    out = softcap_attention_varlen(
+        q.flatten(0, 1)[rows_q],
+        k.flatten(0, 1)[rows_k],
+        v.flatten(0, 1)[rows_k],
+        cu_seqlens_q=_cumulative(lengths_q),
+        cu_seqlens_k=_cumulative(lengths_k),
+        max_seqlen_q=int(lengths_q.max()),
+        max_seqlen_k=int(lengths_k.max()),
+        **options,
+    )
+    padded = out.new_zeros((batch * seqlen_q, *out.shape[1:]))
+    return padded.index_copy(0, rows_q, out).unflatten(0, (batch, seqlen_q))
+
+
+def _packed(q: Tensor, k: Tensor, v: Tensor, packing: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    cu_q, cu_k, max_q, max_k = packing
+    out = softcap_attention_varlen(
+        *(t.flatten(0, 1) for t in (q, k, v)),
+        cu_seqlens_q=cu_q.to(torch.int32).contiguous(),
+        cu_seqlens_k=cu_k.to(torch.int32).contiguous(),
+        max_seqlen_q=int(max_q),
+        max_seqlen_k=int(max_k),
+        **options,
+    )
+    return out.unflatten(0, q.shape[:2])
+
+
+def _sequence_starts(position_ids: Tensor, batch: int) -> Tensor:
+    """Bool (batch, seqlen): the tokens at which a sequence begins, a row's first included."""
+    if position_ids.dim() != 2:
+        _refuse(f"position_ids of {position_ids.dim()} dimensions")
+    first = torch.ones_like(position_ids[:, :1], dtype=torch.bool)
+    return torch.cat([first, position_ids.diff(dim=1) != 1], dim=1).expand(batch, -1)
+
+
+def _cu_seqlens_from_starts(starts: Tensor) -> tuple[Tensor, int]:
+    begins = starts.flatten().nonzero().squeeze(1)
+    ends = torch.cat([begins[1:], begins.new_tensor([starts.numel()])])
+    lengths = (ends - begins).to(torch.int32)
+    return _cumulative(lengths), int(lengths.max())
+
+
+def _cumulative(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))

@@ -1,0 +1,343 @@
+"""Hugging Face transformers: a tiny random Gemma-2 through softcap_ops equals transformers' eager attention.
+
+CASES rows 23, 24, 77, 84. The weights are hot enough for the cap of 50 to bite, the window of 8 is shorter than the
+text, the scale is not head_dim ** -0.5, and heads are grouped.
+"""
+
+import types
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
+
+import softcap_ops
+from softcap_ops.integrations import transformers as integration
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+NAME = integration.register()
+SEQLEN, WINDOW, CAP, SCALAR = 32, 8, 50.0, 8
+
+
+def make_model(dtype=torch.float32, **overrides):
+    options = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "query_pre_attn_scalar": SCALAR,
+        "sliding_window": WINDOW,
+        "attn_logit_softcapping": CAP,
+        "max_position_embeddings": 128,
+        "pad_token_id": 0,
+        **overrides,
+    }
+    torch.manual_seed(0)
+    model = Gemma2ForCausalLM._from_config(Gemma2Config(**options), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight *= 30
+            layer.self_attn.k_proj.weight *= 30
+            layer.self_attn.v_proj.weight *= 10
+    return model.to(dtype)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(1, 64, (2, SEQLEN), generator=torch.Generator().manual_seed(1))
+
+
+def run(model, implementation, input_ids, **kwargs):
+    model.set_attn_implementation(implementation)
+    return model(input_ids=input_ids, output_hidden_states=True, **kwargs)
+
+
+def both(model, input_ids, **kwargs):
+    return run(model, "eager", input_ids, **kwargs), run(model, NAME, input_ids, **kwargs)
+
+
+def error(x, reference):
+    return ((x.double() - reference).norm() / reference.norm()).item()
+
+
+def mask_of(padding):
+    mask = torch.ones(2, SEQLEN, dtype=torch.long)
+    if padding == "left":
+        mask[1, :11] = 0
+    else:
+        mask[1, -11:] = 0
+    return mask
+
+
+@torch.no_grad()
+def test_the_cap_bites_and_the_window_cuts(ids):
+    """Else the comparisons below would pass without either."""
+    model, scores = make_model(), []
+    hook = integration.softcap_attention
+
+    def record(q, k, v, **options):
+        scores.append((q[:, :, :2].transpose(1, 2) @ k[:, :, :1].transpose(1, 2).mT).abs().max() * options["scale"])
+        return hook(q, k, v, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(integration, "softcap_attention", record)
+        capped = run(model, NAME, ids).logits
+    assert max(scores) > 2 * CAP
+    for overrides in ({"attn_logit_softcapping": None}, {"sliding_window": 100}):
+        assert error(run(make_model(**overrides), NAME, ids).logits, capped.double()) > 1e-2
+
+
+@torch.no_grad()
+def test_every_layer_equals_eager(ids):
+    eager, ours = both(make_model(), ids)
+    for layer, (a, b) in enumerate(zip(eager.hidden_states, ours.hidden_states, strict=True)):
+        torch.testing.assert_close(b, a, atol=1e-4, rtol=1e-4, msg=lambda m, layer=layer: f"layer {layer}: {m}")
+    torch.testing.assert_close(ours.logits, eager.logits, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_every_layer_is_as_near_float64_as_eager(ids, dtype):
+    model = make_model(dtype)
+    eager, ours = both(model, ids)
+    reference = run(model.double(), "eager", ids)
+    for r, a, b in zip(reference.hidden_states[1:], eager.hidden_states[1:], ours.hidden_states[1:], strict=True):
+        assert error(b, r) <= 2 * error(a, r)
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+def test_gradients_equal_eager(ids, padding):
+    model, gradients = make_model(), []
+    mask = None if padding is None else mask_of(padding)
+    labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
+    if padding == "left":
+        labels[1, 11] = -100  # the first real token is predicted at a padding one, whose output is nobody's
+    for implementation in ("eager", NAME):
+        model.zero_grad()
+        run(model, implementation, ids, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        assert error(gradients[1][name], expected.double()) < 2e-4, name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_padding(ids, padding):
+    mask = mask_of(padding)
+    eager, ours = both(make_model(), ids, attention_mask=mask)
+    real = mask.bool()
+    torch.testing.assert_close(ours.logits[real], eager.logits[real], atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_row_of_nothing_but_padding(ids):
+    mask = mask_of("left")
+    mask[0] = 0
+    ours = run(make_model(), NAME, ids, attention_mask=mask)
+    assert ours.logits.isfinite().all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_generation_equals_eager(ids, padded, cache):
+    """Past the window, so that sliding layers drop keys from their caches."""
+    model, prompt = make_model(), ids[:, :12]
+    mask = torch.ones_like(prompt)
+    if padded:
+        mask[1, :5] = 0
+    options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    options |= {"output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
+    texts = []
+    for implementation in ("eager", NAME):
+        model.set_attn_implementation(implementation)
+        texts.append(model.generate(prompt, attention_mask=mask, **options))
+    assert torch.equal(texts[0].sequences, texts[1].sequences)
+    for a, b in zip(texts[0].logits, texts[1].logits, strict=True):
+        torch.testing.assert_close(b, a, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_prefill_in_chunks(ids):
+    """Several queries against a longer cache: causal is aligned bottom right."""
+    model = make_model()
+    whole, cache, chunks = run(model, "eager", ids).logits, None, []
+    model.set_attn_implementation(NAME)
+    for chunk in ids.split([10, 1, 15, 6], dim=1):
+        out = model(input_ids=chunk, use_cache=True, **({} if cache is None else {cache_argument(model): cache}))
+        cache = out[cache_argument(model)]
+        chunks.append(out.logits)
+    torch.testing.assert_close(torch.cat(chunks, 1), whole, atol=1e-4, rtol=1e-4)
+
+
+def cache_argument(model):
+    """`cache` from transformers 5.20 or so on, `past_key_values` before."""
+    code = Gemma2ForCausalLM.forward
+    while hasattr(code, "__wrapped__"):
+        code = code.__wrapped__
+    return "cache" if "cache" in code.__code__.co_varnames else "past_key_values"
+
+
+@torch.no_grad()
+def test_packed_sequences(ids):
+    """By position_ids and by cu_seq_lens, both equal to the sequences on their own."""
+    model, row = make_model(), ids[:1]
+    model.set_attn_implementation(NAME)
+    apart = torch.cat([model(input_ids=part).logits for part in row.split([10, 17, 5], dim=1)], dim=1)
+    position_ids = torch.cat([torch.arange(n) for n in (10, 17, 5)]).unsqueeze(0)
+    for options in ({"use_cache": False}, {}):
+        together = model(input_ids=row, position_ids=position_ids, **options).logits
+        torch.testing.assert_close(together, apart, atol=1e-4, rtol=1e-4)
+    cu = torch.tensor([0, 10, 27, 32], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 17, "max_length_k": 17}
+    together = model(input_ids=row, position_ids=position_ids, use_cache=False, **lengths).logits
+    torch.testing.assert_close(together, apart, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k"):
+        model(input_ids=row, use_cache=False, cu_seq_lens_q=cu)
+
+
+@torch.no_grad()
+def test_packed_rows_that_differ(ids):
+    position_ids = torch.stack([torch.cat([torch.arange(n), torch.arange(SEQLEN - n)]) for n in (10, 20)])
+    eager, ours = both(make_model(), ids, position_ids=position_ids, use_cache=False)
+    torch.testing.assert_close(ours.logits, eager.logits, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_what_reaches_the_op(ids):
+    calls = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.softcap_ops.attention_fwd.default:
+                calls.append((*args, *(-1, -1)[len(args) - 6 :]))  # the dispatcher drops trailing defaults
+            return func(*args, **(kwargs or {}))
+
+    model = make_model()
+    model.set_attn_implementation(NAME)
+    with Spy():
+        model(input_ids=ids)
+    assert len(calls) == 4
+    for layer, (q, k, v, softcap, scale, causal, left, right, *_) in enumerate(calls):
+        assert (q.shape, k.shape, v.shape) == ((2, SEQLEN, 4, 16), (2, SEQLEN, 2, 16), (2, SEQLEN, 2, 16))
+        assert (softcap, scale, causal) == (CAP, SCALAR**-0.5, True)
+        assert (left, right) == ((WINDOW - 1, 0) if layer % 2 == 0 else (-1, -1))
+
+
+def layer(**config):
+    module = torch.nn.Module()
+    module.is_causal = True
+    module.config = types.SimpleNamespace(attn_logit_softcapping=CAP, **config)
+    return module
+
+
+def test_window_counts_the_token_itself():
+    """Row 23: sliding_window=5 lets the last of 10 tokens see 5 keys; NaN in the sixth must not reach it."""
+    q, k, v = (torch.randn(1, 2, 10, 8) for _ in range(3))
+    v[:, :, 4] = float("nan")
+    out, weights = integration.attention(layer(), q, k, v, None, sliding_window=5, softcap=CAP)
+    assert weights is None
+    assert out[:, 9].isfinite().all()
+    assert out[:, 8].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("named", "kwargs"),
+    [
+        ("dropout", {"dropout": 0.1}),
+        ("is_causal=False", {"is_causal": False}),
+        ("block_table", {"block_table": torch.zeros(1, 1)}),
+        ("k_cache", {"k_cache": torch.zeros(1, 1)}),
+        ("s_aux", {"s_aux": torch.zeros(2)}),
+        ("output_attentions", {"output_attentions": True}),
+        ("attn_logit_softcapping", {"softcap": None}),
+        ("attention_mask of 4 dimensions", {"attention_mask": torch.ones(1, 1, 4, 4)}),
+        ("position_ids of 3 dimensions", {"position_ids": torch.zeros(3, 1, 4)}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_offered_is_refused_by_name(named, kwargs):
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(softcap_ops.UnsupportedError, match=named):
+        integration.attention(layer(), q, q, q, **{"attention_mask": None, "softcap": CAP, **kwargs})
+
+
+def test_dropout_in_training_is_refused(ids):
+    model = make_model(attention_dropout=0.1)
+    model.set_attn_implementation(NAME)
+    model(input_ids=ids)
+    with pytest.raises(softcap_ops.UnsupportedError, match=r"attention_dropout=0\.1"):
+        model.train()(input_ids=ids)
+
+
+def test_output_attentions_of_a_model_is_refused(ids):
+    model = make_model()
+    model.set_attn_implementation(NAME)
+    with pytest.raises(softcap_ops.UnsupportedError, match="output_attentions"):
+        model(input_ids=ids, output_attentions=True)
+
+
+def test_other_masks_are_refused(ids):
+    model = make_model()
+    model.set_attn_implementation(NAME)
+    with pytest.raises(softcap_ops.UnsupportedError, match="attention_mask of 4 dimensions"):
+        model(input_ids=ids, attention_mask=torch.zeros(2, 1, SEQLEN, SEQLEN))
+    arguments = (model.config, torch.zeros(2, SEQLEN, 64), None, None)
+    with pytest.raises(softcap_ops.UnsupportedError, match="or_mask_function"):
+        create_causal_mask(*arguments, or_mask_function=lambda b, h, q, k: k < 4)
+    blocks = torch.full((2, SEQLEN), -1)
+    blocks[:, 3:7] = 0
+    with pytest.raises(softcap_ops.UnsupportedError, match="sees a later one"):
+        create_causal_mask(*arguments, block_sequence_ids=blocks)
+    model.config.attention_chunk_size = 8
+    with pytest.raises(softcap_ops.UnsupportedError, match="attention_chunk_size"):
+        create_chunked_causal_mask(*arguments)
+
+
+@pytest.mark.parametrize("name", ["", "eager", "sdpa", "flex_attention", "my_flash", "owner/kernel", "paged|x"])
+def test_names_that_transformers_takes_for_others(name):
+    with pytest.raises(ValueError, match="name must differ"):
+        integration.register(name)
+
+
+@torch.no_grad()
+def test_every_way_to_choose_an_implementation(ids, tmp_path):
+    assert integration.register() == "softcap_ops"
+    assert integration.register("my_attention") == "my_attention"
+    model = make_model()
+    expected = run(model, NAME, ids).logits
+    model.save_pretrained(tmp_path)
+    for name in (NAME, "my_attention"):
+        loaded = Gemma2ForCausalLM.from_pretrained(tmp_path, attn_implementation=name).eval()
+        assert loaded.config._attn_implementation == name
+        assert torch.equal(loaded(input_ids=ids).logits, expected)
+        assert (
+            Gemma2ForCausalLM._from_config(model.config, attn_implementation=name).config._attn_implementation == name
+        )
+
+
+def test_compiled_in_one_graph(ids):
+    """Loss and gradients, fullgraph; packed sequences, which such a graph cannot see, stop it."""
+    model = make_model(num_hidden_layers=2)
+    model.set_attn_implementation(NAME)
+    step = torch.compile(
+        lambda tokens, positions: model(input_ids=tokens, position_ids=positions, labels=tokens, use_cache=False).loss,
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    positions = torch.arange(SEQLEN).unsqueeze(0)
+    step(ids, positions).backward()
+    compiled = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    for name, p in model.named_parameters():
+        assert error(compiled[name], p.grad.double()) < 2e-4, name
+    with pytest.raises(RuntimeError, match="position_ids of packed sequences in a compiled model"):
+        step(ids, positions % 10)
