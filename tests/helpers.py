@@ -84,7 +84,7 @@ def gradient_terms(sample: Sample, x: Inputs) -> tuple[float, float]:
         if sample.softcap:
             t = torch.tanh(scores / sample.softcap)
             scores, slope = sample.softcap * t, 1 - t * t
-        seen = reference.visible(q.shape[0], k.shape[0], sample.causal, sample.window)
+        seen = reference.visible(q.shape[0], k.shape[0], sample.causal, sample.window, q.device)
         if seen is not None:
             scores = scores.masked_fill(~seen, -torch.inf)
         p = scores.softmax(-1).nan_to_num(0.0)

@@ -47,7 +47,7 @@ def test_opcheck(backend: str, sample: Sample) -> None:
     # Their backward sums by atomic adds in an order of its own, so test_aot_dispatch may differ in the last bits.
     torch.library.opcheck(sample.op, (q, k, v, *options), atol=1e-2, rtol=2e-2)
     with torch.no_grad():
-        out, lse = sample.op(q, k, v, *options, True)
+        out, lse = sample.op(q, k, v, *options, needs_backward=True)
     q, k, v = (t.detach() for t in (q, k, v))
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(sample.op_bwd, (x.dout, x.dlse, q, k, v, out, lse, *options), test_utils=tests)
@@ -59,12 +59,12 @@ def test_fake_says_what_the_kernel_returns(backend: str, sample: Sample) -> None
 
     x = sample.inputs(torch.bfloat16, device="cuda")
     options = (*sample.op_options(x.q), None, backend)
-    real = sample.op(*x.qkv, *options, True)
+    real = sample.op(*x.qkv, *options, needs_backward=True)
     real += sample.op_bwd(x.dout, x.dlse, *x.qkv, *real, *options)
     with FakeTensorMode() as mode:
         f = type(x)(*(mode.from_tensor(t) for t in x))
         fake_options = tuple(mode.from_tensor(o) if isinstance(o, Tensor) else o for o in options)
-        fake = sample.op(*f.qkv, *fake_options, True)
+        fake = sample.op(*f.qkv, *fake_options, needs_backward=True)
         fake += sample.op_bwd(f.dout, f.dlse, *f.qkv, *fake, *fake_options)
     for a, b in zip(real, fake, strict=True):
         assert metadata(a) == metadata(b)

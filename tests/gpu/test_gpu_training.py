@@ -72,7 +72,7 @@ def losses(backend: str, compiled: bool = False) -> list[float]:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_training_follows_the_formula(backend: str, compiled: bool) -> None:
     actual, eager, exact = losses(backend, compiled), losses("eager"), losses("float32")
-    assert actual[-1] < 0.7 * actual[0], "nothing was learnt"
+    assert actual[-1] < actual[0] - 0.5, "nothing was learnt"
     # bfloat16 training drifts from float32's; the backend may not drift further than the bfloat16 formula does.
     drift = max(abs(a - b) for a, b in zip(eager, exact, strict=True))
     error = max(abs(a - b) for a, b in zip(actual, exact, strict=True))
