@@ -24,6 +24,8 @@ def attention(q: Any, k: Any, v: Any, options: Options) -> tuple[Tensor, Tensor]
             raise ValueError(f"{name} must have shape (batch, ragged, heads, head_dim), got {tuple(t.shape)}")
         if t.lengths() is not None:
             raise ValueError(f"{name} must be contiguous, got a jagged tensor with holes (lengths)")
+        if t.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} must have the batch of q, {q.shape[0]}, got shape {tuple(t.shape)}")
     offsets = q.offsets()
     out, lse = _schema.varlen_attention_fwd(
         q.values(), k.values(), v.values(),

@@ -87,7 +87,7 @@ def softcap_attention(
     left, right = _validation.scalars(softcap, scale, window)
     if _onnx.exporting_torchscript():
         out, lse = _onnx.attention(q, k, v, softcap, scale, causal, (left, right))
-    elif q.is_nested:
+    elif q.is_nested or k.is_nested or v.is_nested:
         options = Options(softcap, scale, causal, left, right, deterministic, backend)
         out, lse = _nested.attention(q, k, v, options)
     else:

@@ -79,7 +79,7 @@ def run(module: str, checks: list[str], world: int = 4, timeout: float = 280.0) 
         if passed[name] == world:
             outcomes[name] = None
         elif failure is not None:
-            outcomes[name] = failure[1] if name == failure[0] else f"not run: {failure[0]} failed:\n{failure[1]}"
+            outcomes[name] = failure[1] if name == failure[0] else f"not run, as {failure[0]} failed"
     return outcomes
 
 
