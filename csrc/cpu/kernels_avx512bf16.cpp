@@ -23,7 +23,6 @@ namespace softcap_cpu {
 namespace avx512bf16 {
 
 #include "gemm.inc"
-#include "vector_math.inc"
 
 // (low, high) lane by lane, each rounded to nearest even.
 SOFTCAP_INLINE __m512i pair(__m512 low, __m512 high) {
