@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -153,8 +154,9 @@ def must_save_attention() -> Any:
 def run_python(
     script: str, *args: object, cwd: Path | None = None, paths: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter that finds softcap_ops where this one did."""
+    """A fresh interpreter that looks in `paths` first, and else finds softcap_ops where this one did."""
     root = str(Path(softcap_ops.__file__).parents[1])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, root, os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, args)]
-    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=240)
+    with tempfile.TemporaryDirectory() as empty:  # -c looks in the working directory before anything else
+        return subprocess.run(command, env=env, cwd=cwd or empty, capture_output=True, text=True, timeout=240)
