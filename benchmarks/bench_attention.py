@@ -192,7 +192,7 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, s: Shape) -> Tensor:
 # ---- measuring -------------------------------------------------------------------------------------------------
 
 
-def inputs_of(s: Shape, batch: int, seqlen: int) -> tuple[list[Tensor], Tensor]:
+def inputs_of(s: Shape, batch: int, seqlen: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """q, k, v that require gradients, and dout."""
     g = torch.Generator("cuda").manual_seed(0)
 
@@ -200,7 +200,8 @@ def inputs_of(s: Shape, batch: int, seqlen: int) -> tuple[list[Tensor], Tensor]:
         return torch.randn(batch, seqlen, heads, s.head_dim, generator=g, device="cuda")
 
     q, k, v, dout = 4 * randn(s.heads_q), 4 * randn(s.heads_kv), randn(s.heads_kv), randn(s.heads_q)
-    return [t.bfloat16().requires_grad_() for t in (q, k, v)], dout.bfloat16()
+    q, k, v = (t.bfloat16().requires_grad_() for t in (q, k, v))
+    return (q, k, v), dout.bfloat16()
 
 
 def errors(attention: Attention, s: Shape, capped: bool) -> tuple[float, float | None]:

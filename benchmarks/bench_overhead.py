@@ -66,7 +66,8 @@ def _raw_fa3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
+    qt, kt, vt = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(qt, kt, vt, is_causal=True).transpose(1, 2)
 
 
 def measure(calls: dict[str, Callable[[], object]], number: int = 200, rounds: int = 9) -> dict[str, float]:

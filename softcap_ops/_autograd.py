@@ -11,7 +11,7 @@ P = exp(S' - lse), t = tanh(scale * q kT / cap):
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,8 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from . import _onnx, _schema, _sharding
-from ._arguments import Options, split
+from . import _impl, _onnx, _schema, _sharding
+from ._arguments import Options, Packing, split
 from ._schema import lib
 
 _NO_DOUBLE_BACKWARD = (
@@ -35,20 +35,52 @@ _NO_FORWARD_MODE = (
 )
 
 
+# The keys of a call, below autograd, that nothing but our own kernel looks at: modes, tensor subclasses and torch.func
+# add theirs. The kernel is then called directly; another trip through the dispatcher costs more than all checks.
+_KERNEL_ONLY = {_C.DispatchKeySet(key).raw_repr() for key in (_C.DispatchKey.CPU, _C.DispatchKey.CUDA)}
+# All keys of a tensor that is just a tensor.
+_PLAIN = {
+    _C._dispatch_keys(torch.empty(0)).raw_repr(),
+    functools.reduce(
+        _C.DispatchKeySet.add,
+        (_C.DispatchKey.ADInplaceOrView, _C.DispatchKey.AutogradCUDA, _C.DispatchKey.AutocastCUDA),
+        _C.DispatchKeySet(_C.DispatchKey.CUDA),
+    ).raw_repr(),
+}
+
+
+def _forward_below_autograd(
+    keyset: Any, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, options: Options, needs_backward: bool
+) -> tuple[Tensor, Tensor]:
+    keyset = keyset & _C._after_autograd_keyset
+    with _C._AutoDispatchBelowAutograd():
+        if keyset.raw_repr() in _KERNEL_ONLY:
+            return _impl.forward(q, k, v, packing, options, needs_backward)
+        op = _schema.attention_fwd if packing is None else _schema.varlen_attention_fwd
+        return op.redispatch(keyset, q, k, v, *(packing or ()), *options, needs_backward)
+
+
+def _is_kernel_only(*tensors: Tensor | None) -> bool:
+    """Whether a backward op on these would reach its kernel without anything else looking at the call."""
+    if torch.is_grad_enabled() or _C._len_torch_dispatch_stack() or _C._are_functorch_transforms_active():
+        return False
+    return all(t is None or _C._dispatch_keys(t).raw_repr() in _PLAIN for t in tensors)
+
+
 def _below_autograd(op: Any, keyset: Any, *args: Any) -> Any:
     with _C._AutoDispatchBelowAutograd():
         return op.redispatch(keyset & _C._after_autograd_keyset, *args)
 
 
-def _inside_function(op: Any, keyset: Any, *args: Any) -> Any:
-    """`_below_autograd` from a Function's forward, which runs with grad modes off.
+def _inside_function(call: Any, *args: Any) -> Any:
+    """Call what lies below autograd from a Function's forward, which runs with grad modes off.
 
     Under nested torch.func transforms the call goes on to the next level, and that one must differentiate it too.
     """
     if not _C._are_functorch_transforms_active():
-        return _below_autograd(op, keyset, *args)
+        return call(*args)
     with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-        return _below_autograd(op, keyset, *args)
+        return call(*args)
 
 
 class _Forward(_SingleLevelFunction):
@@ -60,32 +92,31 @@ class _Forward(_SingleLevelFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, packed: bool, keyset: Any, q: Tensor, k: Tensor, v: Tensor, packing: Any, options: Options
+        ctx: Any, keyset: Any, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, options: Options
     ) -> tuple[Tensor, Tensor]:
-        op = _schema.varlen_attention_fwd if packed else _schema.attention_fwd
-        out, lse = _inside_function(op, keyset, q, k, v, *(packing or ()), *options, True)
-        cu_seqlens = packing[:2] if packed else (None, None)
-        ctx.save_for_backward(q, k, v, out, lse, *cu_seqlens, options.softcap_tensor, options.scale_tensor)
+        out, lse = _inside_function(_forward_below_autograd, keyset, q, k, v, packing, options, True)
+        cu_seqlens = (None, None) if packing is None else packing[:2]
+        ctx.save_for_backward(q, k, v, out, lse, *cu_seqlens, *options[-2:])
         ctx.set_materialize_grads(False)
-        ctx.max_seqlens = packing[2:] if packed else None
-        ctx.options = options._replace(softcap_tensor=None, scale_tensor=None)
+        ctx.max_seqlens = None if packing is None else packing[2:]
+        ctx.options = options[:-2]  # without softcap_tensor and scale_tensor, saved above
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse, cu_q, cu_k, softcap_tensor, scale_tensor = ctx.saved_tensors
+        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *scalar_tensors = ctx.saved_tensors
         if dout is None:
             dout = out.new_zeros(()).expand(out.shape)
-        options = ctx.options._replace(softcap_tensor=softcap_tensor, scale_tensor=scale_tensor)
-        mask = list(ctx.needs_input_grad[2:5])
-        if ctx.max_seqlens is None:
-            grads = _schema.attention_bwd(dout, dlse, q, k, v, out, lse, *options, mask)
+        options = Options(*ctx.options, *scalar_tensors)
+        packing = None if ctx.max_seqlens is None else Packing(cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens)
+        mask = ctx.needs_input_grad[1:4]
+        if _is_kernel_only(dout, dlse, q, k, v):
+            grads = _impl.backward(dout, dlse, q, k, v, out, lse, packing, options, mask)
         else:
-            grads = _schema.varlen_attention_bwd(
-                dout, dlse, q, k, v, out, lse, cu_q, cu_k, *ctx.max_seqlens, *options, mask
-            )
+            op = _schema.attention_bwd if packing is None else _schema.varlen_attention_bwd
+            grads = op(dout, dlse, q, k, v, out, lse, *(packing or ()), *options, mask)
         dq, dk, dv = (g if wanted else None for g, wanted in zip(grads, mask, strict=True))
-        return None, None, dq, dk, dv, None, None
+        return None, dq, dk, dv, None, None
 
 
 class _Backward(_SingleLevelFunction):
@@ -93,7 +124,7 @@ class _Backward(_SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, op: Any, keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return _inside_function(op, keyset, *args)
+        return _inside_function(_below_autograd, op, keyset, *args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -101,10 +132,9 @@ class _Backward(_SingleLevelFunction):
 
 
 def _apply(function: Any, *args: Any) -> Any:
-    single_level = (
-        enable_single_level_autograd_function() if _C._are_functorch_transforms_active() else contextlib.nullcontext()
-    )
-    with single_level:
+    if not _C._are_functorch_transforms_active():
+        return function.apply(*args)
+    with enable_single_level_autograd_function():
         return function.apply(*args)
 
 
@@ -142,9 +172,8 @@ def attention_fwd(packed: bool, keyset: Any, q: Tensor, k: Tensor, v: Tensor, *r
     options = _scalars_as_tensors(options)
     _refuse_forward_mode(q, k, v)
     if _any_requires_grad(q, k, v):
-        return _apply(_Forward, packed, keyset, q, k, v, packing, options)
-    op = _schema.varlen_attention_fwd if packed else _schema.attention_fwd
-    return _below_autograd(op, keyset, q, k, v, *(packing or ()), *options, *tail)
+        return _apply(_Forward, keyset, q, k, v, packing, options)
+    return _forward_below_autograd(keyset, q, k, v, packing, options, bool(tail and tail[0]))
 
 
 def attention_bwd(packed: bool, keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:

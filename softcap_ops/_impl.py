@@ -32,13 +32,36 @@ def _profiled(op: str, packed: bool, backend: ModuleType) -> contextlib.Abstract
 _NOTHING = contextlib.nullcontext()
 
 
-def attention_fwd(packed: bool, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    packing, options, tail = split(rest, packed)
-    needs_backward = bool(tail and tail[0])
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, options: Options, needs_backward: bool
+) -> tuple[Tensor, Tensor]:
+    """(out, lse), once the inputs are checked."""
     parameters = _check(q, k, v, packing, options)
     backend = backends.choose(options.backend, *backends.facts(q, k, packing, parameters, needs_backward))
-    with _profiled("attention_fwd", packed, backend):
-        return backend.forward(q, k, v, packing, parameters)
+    return backend.forward(q, k, v, packing, parameters)
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    packing: Packing | None,
+    options: Options,
+    output_mask: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of inputs that `forward` has checked."""
+    parameters = resolve(options, q.shape[-1])
+    backend = backends.choose(options.backend, *backends.facts(q, k, packing, parameters, True))
+    return backend.backward(dout, dlse, q, k, v, out, lse, packing, parameters, output_mask)
+
+
+def attention_fwd(packed: bool, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    packing, options, tail = split(rest, packed)
+    return forward(q, k, v, packing, options, bool(tail and tail[0]))
 
 
 def attention_bwd(
@@ -53,15 +76,13 @@ def attention_bwd(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     packing, options, tail = split(rest, packed)
-    parameters = _check(q, k, v, packing, options)
+    _check(q, k, v, packing, options)
     _validation.gradients(dout, dlse, q, out, lse)
-    backend = backends.choose(options.backend, *backends.facts(q, k, packing, parameters, True))
-    mask = tuple(tail[0]) if tail else (True, True, True)
-    with _profiled("attention_bwd", packed, backend):
-        return backend.backward(dout, dlse, q, k, v, out, lse, packing, parameters, mask)
+    output_mask = tuple(tail[0]) if tail else (True, True, True)
+    return backward(dout, dlse, q, k, v, out, lse, packing, options, output_mask)
 
 
-for _prefix, _packed in (("", False), ("varlen_", True)):
-    for _key in ("CPU", "CUDA"):
+for _key in ("CPU", "CUDA"):
+    for _prefix, _packed in (("", False), ("varlen_", True)):
         lib.impl(f"{_prefix}attention_fwd", partial(attention_fwd, _packed), _key)
         lib.impl(f"{_prefix}attention_bwd", partial(attention_bwd, _packed), _key)

@@ -13,7 +13,6 @@ kernels can read as they are: aligned, head_dim a multiple of 8, scale > 0, at l
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -70,9 +69,10 @@ def forward(
             out[:, blind:], lse[:, :, blind:] = forward(launch, q[:, blind:], k, v, None, p)
         return out, lse
     head_dim = q.shape[-1]
-    q, p, _ = _positive_scale(q, p)
+    if p.scale <= 0:
+        q, p, _ = _positive_scale(q, p)
     out, lse = launch(_readable(q), _readable(k), _readable(v), packing, p)
-    return out[..., :head_dim].contiguous(), lse
+    return _unpad(out, head_dim), lse
 
 
 def backward(
@@ -90,18 +90,19 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     blind = _blind_rows(q, k, packing, p)
     if blind:
-        grads = tuple(t.new_zeros(t.shape) for t in (q, k, v))
+        grads = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
         if packing is None and blind < q.shape[1]:
-            seen = tuple(t[:, blind:] for t in (q, out, dout))
-            seen_lse, seen_dlse = lse[:, :, blind:].contiguous(), None if dlse is None else dlse[:, :, blind:]
+            seen_q, seen_out, seen_dout, seen_lse = q[:, blind:], out[:, blind:], dout[:, blind:], lse[:, :, blind:]
+            seen_dlse = None if dlse is None else dlse[:, :, blind:]
             every = (True, True, True)
-            dq, dk, dv = backward(launch, seen[2], seen_dlse, seen[0], k, v, seen[1], seen_lse, None, p, every)
+            dq, dk, dv = backward(launch, seen_dout, seen_dlse, seen_q, k, v, seen_out, seen_lse, None, p, every)
             grads[0][:, blind:] = dq
-            grads = (grads[0], dk, dv)
+            grads = grads[0], dk, dv
     else:
-        head_dim = q.shape[-1]
-        q, p, sign = _positive_scale(q, p)
-        dout, q, k, v, out = (_readable(t) for t in (dout, q, k, v, out))
+        head_dim, sign = q.shape[-1], 1
+        if p.scale <= 0:
+            q, p, sign = _positive_scale(q, p)
+        dout, q, k, v, out = _readable(dout), _readable(q), _readable(k), _readable(v), _readable(out)
         lse = lse.contiguous()
         dq, dk, dv = _new_gradients(q, k, v, packing)
         launch(dout, q, k, v, out, lse, packing, p, dq, dk, dv)
@@ -109,16 +110,18 @@ def backward(
             _add_lse_gradient(launch, dlse, q, k, v, lse, packing, p, dq, dk)
         if sign != 1:
             dq.mul_(sign)
-        grads = tuple(g[..., :head_dim].contiguous() for g in (dq, dk, dv))
-    dq, dk, dv = (g if wanted else g.new_empty(0) for g, wanted in zip(grads, output_mask, strict=True))
-    return dq, dk, dv
+        grads = _unpad(dq, head_dim), _unpad(dk, head_dim), _unpad(dv, head_dim)
+    if False in output_mask:
+        dq, dk, dv = (g if wanted else g.new_empty(0) for g, wanted in zip(grads, output_mask, strict=True))
+        return dq, dk, dv
+    return grads
 
 
 def _new_gradients(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None) -> tuple[Tensor, Tensor, Tensor]:
     """Contiguous dq, dk, dv to write into. Packed kernels do not touch rows past cu_seqlens[-1]: zeros there."""
-    new = torch.empty if packing is None else torch.zeros
-    dq, dk, dv = (new(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    return dq, dk, dv
+    if packing is None:
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
 
 
 def _add_lse_gradient(
@@ -152,7 +155,7 @@ def _add_lse_gradient(
 
 def _blind_rows(q: Tensor, k: Tensor, packing: Packing | None, p: Parameters) -> int:
     """How many leading rows of each sequence see no key; in a packed batch, all rows or 0."""
-    if q.numel() == 0 or k.numel() == 0:
+    if 0 in q.shape or 0 in k.shape:
         return max(1, q.shape[-3])
     if packing is not None:
         empty = packing.cu_seqlens_q.shape[0] == 1 or packing.max_seqlen_q == 0 or packing.max_seqlen_k == 0
@@ -162,9 +165,7 @@ def _blind_rows(q: Tensor, k: Tensor, packing: Packing | None, p: Parameters) ->
 
 
 def _positive_scale(q: Tensor, p: Parameters) -> tuple[Tensor, Parameters, int]:
-    """q and scale of the same scores, the scale > 0, and the factor that q took: 1, -1 or 0."""
-    if p.scale > 0:
-        return q, p, 1
+    """For a scale <= 0: q and scale of the same scores, the scale > 0, and the factor that q took: -1 or 0."""
     sign = -1 if p.scale < 0 else 0
     return q * sign, p._replace(scale=-p.scale or 1.0), sign
 
@@ -174,11 +175,19 @@ def _readable(t: Tensor) -> Tensor:
     padding = -t.shape[-1] % HEAD_DIM_STEP
     if padding:
         t = F.pad(t, (0, padding))
-    *strides, last = t.stride()
-    bits = functools.reduce(int.__or__, strides)
-    if last == 1 and bits % HEAD_DIM_STEP == 0 and t.data_ptr() % 16 == 0 and 0 not in strides:
+    strides = t.stride()
+    if (
+        strides[-1] == 1
+        and (strides[0] | strides[1] | strides[-2]) % HEAD_DIM_STEP == 0
+        and 0 not in strides
+        and t.data_ptr() % 16 == 0
+    ):
         return t
     return t.clone(memory_format=torch.contiguous_format)
+
+
+def _unpad(t: Tensor, head_dim: int) -> Tensor:
+    return t.contiguous() if t.shape[-1] == head_dim else t[..., :head_dim].contiguous()
 
 
 def past_the_end(t: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def on(backend: str, sample: Sample) -> Callable[..., tuple[Tensor, Tensor]]:
     options: dict[str, Any] = {**sample.options, "return_lse": True, "backend": backend}
     if not sample.packed:
         return lambda q, k, v: softcap_ops.softcap_attention(q, k, v, **options)
-    options |= sample._packing(torch.empty(0, device="cuda"))
+    options |= sample.packing("cuda")
     return lambda q, k, v: softcap_ops.softcap_attention_varlen(q, k, v, **options)
 
 

@@ -188,10 +188,13 @@ def test_more_elements_than_31_bits_count(backend: str, packed: bool) -> None:
                     causal=True, window=(127, -1))  # fmt: skip
     x = Inputs(q[:, rows, 56:], k[:, -1024:, 7:], v[:, -1024:, 7:], dout[:, rows, 56:], torch.empty(0))
     small = evaluate(on(backend, sample), Inputs(*(t.detach().contiguous() for t in x[:4]), x.dlse), loss="out")
-    torch.testing.assert_close(out[:, rows, 56:], small.out, rtol=1e-2, atol=1e-2)
-    torch.testing.assert_close(grads[0][:, rows, 56:], small.dq, rtol=2e-2, atol=2e-2)
-    for grad, expected in ((grads[1], small.dk), (grads[2], small.dv)):
-        torch.testing.assert_close(grad[:, -384:, 7:], expected[:, -384:], rtol=2e-2, atol=3e-2)
+    for big, expected in (
+        (out[:, rows, 56:], small.out),
+        (grads[0][:, rows, 56:], small.dq),
+        (grads[1][:, -384:, 7:], small.dk[:, -384:]),
+        (grads[2][:, -384:, 7:], small.dv[:, -384:]),
+    ):
+        assert norm(big - expected) <= 1e-2 * norm(expected)
 
 
 def test_layout_mistaken_for_bhsd() -> None:
