@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -26,8 +27,12 @@ def data(batch: int = 4, heads_q: int = 8, heads_kv: int = 4, seqlen: int = 9) -
     return tuple(torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes)  # type: ignore[return-value]
 
 
+@functools.cache
 def mesh_of(*shape: int) -> Any:
-    """A mesh of the first processes. Every process makes it; those outside have no coordinate in it."""
+    """A mesh of the first processes. Every process makes it; those outside have no coordinate in it.
+
+    Made once: torch.compile fails on a mesh that equals, but is not, the one DTensor has cached a decision for.
+    """
     from torch.distributed.device_mesh import DeviceMesh
 
     size = torch.Size(shape).numel()
