@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import _validation
 from . import transport
 from .interleave import Interleave
 from .kernel import Gradients, Kernel
@@ -22,6 +23,7 @@ class Gathering(NamedTuple):
     group: dist.ProcessGroup
     order: Interleave  # of the keys
     hop: Hop  # this rank's queries against all keys
+    chunks: int  # pieces of each sequence that a rank holds
 
     def _gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         k, v = self.order.join(transport.all_gather(self.group, torch.stack((k, v)))).unbind(0)
@@ -44,8 +46,9 @@ class Gathering(NamedTuple):
             dq.add(call.q_rows, dq_part)
             dk.add(call.k_rows, dk_part)
             dv.add(call.k_rows, dv_part)
-        by_rank = [self.order.split(t.result()) for t in (dk, dv)]
-        # Every rank's part in the dtype of k, as p2p sends them, and summed in the wider one.
-        accumulator = torch.float64 if k.dtype == torch.float64 else torch.float32
+        # One kernel call a chunk, so a key may have as many gradients here.
+        dtype = kernel.sum_dtype(k, self.chunks)
+        by_rank = [self.order.split(t.result(dtype)) for t in (dk, dv)]
+        accumulator = _validation.lse_dtype_of(k)
         dk_own, dv_own = (t.sum(0, dtype=accumulator).to(k.dtype) for t in transport.all_to_all(self.group, by_rank))
         return dq.result(), dk_own, dv_own

@@ -95,8 +95,9 @@ class RowSum:
         else:
             self._total.index_add_(self._total.dim() - 3, rows, part.to(accumulator))
 
-    def result(self) -> Tensor:
-        """The sum, rounded to the dtype of the tensor it is the gradient of; contiguous."""
+    def result(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The sum, rounded to `dtype` (None: that of the tensor it is the gradient of); contiguous."""
+        dtype = dtype or self._like.dtype
         if self._total is None:
-            return self._like.new_zeros(self._like.shape)
-        return self._total.to(self._like.dtype).contiguous()
+            return self._like.new_zeros(self._like.shape, dtype=dtype)
+        return self._total.to(dtype).contiguous()

@@ -1,6 +1,6 @@
 """p2p: keys and values go round the ring, and every rank merges what its queries see of each rank's.
 
-At step s rank r works with the keys of rank r - s: it gets them from there directly, while it computes step s - 1,
+At step s (of those that any rank needs) rank r works with the keys of rank r - s: it gets them from there directly, while it computes step s - 1,
 and only the rows that its queries see. A causal mask therefore moves half of what a full one does, and steps that a
 window cannot reach are not made at all. The backward makes the same steps, computes from the merged out and lse, and
 sends each rank the gradients of the keys it sent. At any time a rank holds two foreign blocks: the one in use and the
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .kernel import Gradients, Kernel
 from .merge import Merged, RowSum
-from .tiles import Hop, Span, rows_of, take
+from .tiles import Hop, rows_of, take
 from .transport import Exchange
 
 
@@ -30,11 +30,11 @@ class Step(NamedTuple):
     source: int  # whose keys this rank works with
     hop: Hop  # what it computes with them
     target: int  # who works with this rank's keys
-    sent: tuple[Span, ...]  # the rows of them that it needs
+    theirs: Hop  # what it computes with them
 
 
 class Ring(NamedTuple):
-    """The steps of one rank, its own first. Steps in which it neither works nor sends are left out."""
+    """The steps of one rank, its own first. All ranks have the same number, though a step may be empty for some."""
 
     group: dist.ProcessGroup
     rank: int
@@ -81,10 +81,11 @@ class Ring(NamedTuple):
                     dq_parts, dk_step, dv_step = _step_gradients(g, keys, values, step.hop, kernel)
                     parts = _Parts(dq_parts)
                     if step.source == self.rank:
-                        parts.own = (dk_step.result(), dv_step.result())
+                        dtype = kernel.sum_dtype(k, len(step.hop.calls))
+                        parts.own = (dk_step.result(dtype), dv_step.result(dtype))
                     else:
-                        parts.returning = self._return_gradients(step, dk_step, dv_step, k)
-                        parts.returned_rows = rows_of(step.sent, k.device)
+                        parts.returning = self._return_gradients(step, dk_step, dv_step, k, kernel)
+                        parts.returned_rows = rows_of(step.theirs.k_spans, k.device)
                 if previous is not None:
                     previous.add_to(dq, dk, dv, lanes, i - 1)
                 previous = parts
@@ -95,15 +96,20 @@ class Ring(NamedTuple):
     def _send_keys(self, step: Step, own: Tensor | None) -> Exchange:
         """Keys and values (2, ..., rows, heads, head_dim) to the step's target and from its source."""
         assert own is not None
-        send = (take(own, rows_of(step.sent, own.device)), step.target) if step.sent else None
+        rows = rows_of(step.theirs.k_spans, own.device)
+        send = (take(own, rows), step.target) if step.theirs.calls else None
         receive = (_resized(own, step.hop.k_length), own.dtype, step.source) if step.hop.calls else None
         return Exchange(self.group, send, receive, own.device)
 
-    def _return_gradients(self, step: Step, dk: RowSum, dv: RowSum, k: Tensor) -> Exchange:
+    def _return_gradients(self, step: Step, dk: RowSum, dv: RowSum, k: Tensor, kernel: Kernel) -> Exchange:
         """Those of the keys that came, to where they came from; those of the keys sent, from where they went."""
-        send = (torch.stack((dk.result(), dv.result())), step.source) if step.hop.calls else None
-        length = sum(n for _, n in step.sent)
-        receive = ((2, *_resized(k, length)), k.dtype, step.target) if step.sent else None
+        send = receive = None
+        if step.hop.calls:
+            dtype = kernel.sum_dtype(k, len(step.hop.calls))
+            send = (torch.stack((dk.result(dtype), dv.result(dtype))), step.source)
+        if step.theirs.calls:
+            dtype = kernel.sum_dtype(k, len(step.theirs.calls))
+            receive = ((2, *_resized(k, step.theirs.k_length)), dtype, step.target)
         return Exchange(self.group, send, receive, k.device)
 
 

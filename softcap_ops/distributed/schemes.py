@@ -19,9 +19,9 @@ from .a2a import Part, as_lse, as_rows, to_heads, to_rows
 from .all_gather import Gathering
 from .interleave import Interleave
 from .kernel import Gradients, Kernel
-from .layout import Rows, check_layout, required_multiple
+from .layout import Rows, check_layout, chunks_per_rank, required_multiple
 from .p2p import Ring, Step
-from .tiles import Mask, hop
+from .tiles import Mask, hop, touches
 
 COMMS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
@@ -266,12 +266,13 @@ def _make(
     if a2a is not None and a2a_ranks > 1:
         exchange = Exchange(a2a, order(rows_q, q, a2a_ranks, rank, ranks), order(rows_k, k, a2a_ranks, rank, ranks))
     parameters = resolve(options, q.shape[-1])
-    kernel = Kernel(parameters, options.backend, needs_backward)
+    in_float32 = ranks > 1 and q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16)
+    kernel = Kernel(parameters, options.backend, needs_backward, in_float32)
     where = _Where(rows_q, rows_k, Mask(parameters.causal, parameters.window), packed, s.layout, q.device)
     inner: Ring | Gathering
     if s.comm == "all_gather":
         assert outer is not None
-        inner = Gathering(outer, order(rows_k, k, ranks, 0, 1), where.gathered_hop(rank, ranks))
+        inner = Gathering(outer, order(rows_k, k, ranks, 0, 1), where.gathered_hop(rank, ranks), chunks_per_rank(s.layout))
         calls = inner.hop.calls
     else:
         inner = Ring(outer or members[0], rank, _steps(where, rank, ranks))
@@ -303,10 +304,23 @@ class _Where(NamedTuple):
     device: torch.device
 
     def hop(self, rank: int, source: int, ranks: int) -> Any:
-        """`rank` working with the keys of `source`."""
+        """`rank` working with the keys of `source`: its own as they lie, another's as they come in a message."""
         q = self.rows_q.segments(self.layout, rank, ranks)
         k = self.rows_k.segments(self.layout, source, ranks)
-        return hop(q, k, self.rows_q, self.rows_k, self.mask, self.packed, True, self.device)
+        return hop(q, k, self.rows_q, self.rows_k, self.mask, self.packed, rank != source, self.device)
+
+    def is_needed(self, shift: int, ranks: int) -> bool:
+        """Whether any rank sees keys of the rank `shift` before it on the ring."""
+        sequences = set(zip(self.rows_q.lengths, self.rows_q.padded, self.rows_k.lengths, self.rows_k.padded, strict=True))
+        for length_q, padded_q, length_k, padded_k in sequences:
+            band = self.mask.band(length_q, length_k)
+            rows_q, rows_k = Rows((length_q,), (padded_q,)), Rows((length_k,), (padded_k,))
+            for rank in range(ranks):
+                of_q = rows_q.segments(self.layout, rank, ranks)[0]
+                of_k = rows_k.segments(self.layout, (rank - shift) % ranks, ranks)[0]
+                if any(touches(a, b, *band) for a in of_q for b in of_k):
+                    return True
+        return False
 
     def gathered_hop(self, rank: int, ranks: int) -> Any:
         """`rank` working with all keys, in their order."""
@@ -318,9 +332,9 @@ class _Where(NamedTuple):
 def _steps(where: _Where, rank: int, ranks: int) -> tuple[Step, ...]:
     result = []
     for shift in range(ranks):
+        # Left out only where it is empty on all ranks: they must post their messages in one order.
+        if shift and not where.is_needed(shift, ranks):
+            continue
         source, target = (rank - shift) % ranks, (rank + shift) % ranks
-        arriving = where.hop(rank, source, ranks)
-        sent = where.hop(target, rank, ranks).k_spans if shift else ()
-        if shift == 0 or arriving.calls or sent:
-            result.append(Step(source, arriving, target, sent))
+        result.append(Step(source, where.hop(rank, source, ranks), target, where.hop(target, rank, ranks)))
     return tuple(result)

@@ -50,17 +50,22 @@ class Tile(NamedTuple):
         return self.left < 0 and self.right < 0
 
 
+def touches(q: Segment, k: Segment, low: int | None, high: int | None) -> bool:
+    """Whether any query of q sees any key of k."""
+    if q.start >= q.stop or k.start >= k.stop:
+        return False
+    return (high is None or k.start - (q.stop - 1) <= high) and (low is None or k.stop - 1 - q.start >= low)
+
+
 def tile(q: Segment, k: Segment, low: int | None, high: int | None) -> Tile | None:
     """The part of q x k that the band touches; None if it touches nothing."""
-    q_start, q_stop, k_start, k_stop = q.start, q.stop, k.start, k.stop
-    if q_start >= q_stop or k_start >= k_stop:
+    if not touches(q, k, low, high):
         return None
+    q_start, q_stop, k_start, k_stop = q.start, q.stop, k.start, k.stop
     if high is not None:
         q_start, k_stop = max(q.start, k.start - high), min(k.stop, q.stop + high)
     if low is not None:
         k_start, q_stop = max(k.start, q.start + low), min(q.stop, k.stop - low)
-    if q_start >= q_stop or k_start >= k_stop:
-        return None
     diagonal = k_stop - q_stop
     left = -1 if low is None or diagonal - low >= k_stop - k_start - 1 else diagonal - low
     right = -1 if high is None or high - diagonal >= q_stop - q_start - 1 else high - diagonal

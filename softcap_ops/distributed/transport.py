@@ -93,6 +93,8 @@ def _layout_of(tensors: Sequence[Tensor]) -> tuple[list[tuple[int, int]], int]:
 def _part(buffer: Tensor, span: tuple[int, int], like: Tensor) -> Tensor:
     """The view of `buffer` (ranks, bytes) that holds a tensor of the shape and dtype of `like`, (any, ...)."""
     first, size = span
+    if size == 0:
+        return torch.empty(like.shape, dtype=like.dtype, device=buffer.device)
     return buffer[:, first : first + size].view(like.dtype).view(buffer.shape[0], *like.shape[1:])
 
 
