@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 from torch import Tensor
@@ -21,10 +22,10 @@ class Kernel(NamedTuple):
     # partial results that are not rounded before they meet keep the accuracy of one process.
     in_float32: bool
 
-    def _select(self, q: Tensor, k: Tensor, call: Call) -> tuple[backends.ModuleType, Parameters]:
+    def _select(self, q: Tensor, k: Tensor, call: Call) -> tuple[ModuleType, Parameters]:
         parameters = self.parameters._replace(causal=call.causal, window=call.window)
-        problem = backends.Problem.of(q, k, call.packing, parameters, needs_backward=self.needs_backward)
-        return backends.select(problem, self.backend), parameters
+        facts = backends.facts(q, k, call.packing, parameters, self.needs_backward)
+        return backends.choose(self.backend, *facts), parameters
 
     def _wide(self, *tensors: Tensor) -> list[Tensor]:
         return [t.float() for t in tensors] if self.in_float32 else list(tensors)
