@@ -26,7 +26,9 @@ def group_names(group: Any) -> list[str]:
             return [_mesh_group(group, 0)]
         if group.ndim == 2:
             return [_mesh_group(group, 1), _mesh_group(group, 0)]
-        raise ValueError(f"group: a DeviceMesh must have one or two dimensions, got {group.ndim}: pass (mesh, dimension)")
+        raise ValueError(
+            f"group: a DeviceMesh must have one or two dimensions, got {group.ndim}: pass (mesh, dimension)"
+        )
     if isinstance(group, (tuple, list)) and len(group) == 2:
         if _is_mesh(group[0]) and isinstance(group[1], (int, str)):
             mesh, dim = group

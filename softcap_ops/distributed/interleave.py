@@ -24,7 +24,14 @@ class Interleave(NamedTuple):
 
     @classmethod
     def of(
-        cls, padded: tuple[int, ...], rows: int, layout: str, members: int, outer_rank: int, outer_ranks: int, packed: bool
+        cls,
+        padded: tuple[int, ...],
+        rows: int,
+        layout: str,
+        members: int,
+        outer_rank: int,
+        outer_ranks: int,
+        packed: bool,
     ) -> Interleave:
         """padded: rows of each whole sequence; rows: of each member, a tail behind the sequences included."""
         ranks, per_rank = members * outer_ranks, chunks_per_rank(layout)

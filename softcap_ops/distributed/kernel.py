@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .. import _validation, backends

@@ -48,9 +48,7 @@ class Merged:
         assert self._lse is not None
         if self._out.dtype != accumulator:
             self._out = self._out.to(accumulator)
-        merged_out, merged_lse = merge(
-            take(self._out, rows), take(self._lse, rows, -1), out.to(accumulator), lse
-        )
+        merged_out, merged_lse = merge(take(self._out, rows), take(self._lse, rows, -1), out.to(accumulator), lse)
         if _covers(rows, self._q.shape[-3]):
             self._out, self._lse = merged_out, merged_lse
         elif isinstance(rows, slice):

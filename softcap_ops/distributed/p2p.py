@@ -1,10 +1,10 @@
 """p2p: keys and values go round the ring, and every rank merges what its queries see of each rank's.
 
-At step s (of those that any rank needs) rank r works with the keys of rank r - s: it gets them from there directly, while it computes step s - 1,
-and only the rows that its queries see. A causal mask therefore moves half of what a full one does, and steps that a
-window cannot reach are not made at all. The backward makes the same steps, computes from the merged out and lse, and
-sends each rank the gradients of the keys it sent. At any time a rank holds two foreign blocks: the one in use and the
-one arriving (Ring Attention, Liu et al. 2023).
+At step s, of those that any rank needs, rank r works with the keys of rank r - s. It gets them from there directly,
+while it computes the step before, and only the rows that its queries see: a causal mask moves half of what a full one
+does, and steps that a window cannot reach are not made at all. The backward makes the same steps, computes from the
+merged out and lse, and sends each rank the gradients of the keys it sent. At any time a rank holds two foreign blocks,
+the one in use and the one arriving (Ring Attention, Liu et al. 2023).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Ring(NamedTuple):
                     with lanes.at(i + 1):
                         arriving = self._send_keys(self.steps[i + 1], own)
                 with lanes.at(i):
-                    parts = [(call.q_rows, *kernel.forward(q, keys, values, call)) for call in step.hop.calls]
+                    parts = _step_outputs(q, keys, values, step.hop, kernel)
                 lanes.collect(i - 1, *(t for part in previous for t in part[1:]))
                 for part in previous:
                     result.add(*part)
@@ -138,14 +138,22 @@ class _Parts:
             dv.add(self.returned_rows, returned[1])
 
 
+def _step_outputs(
+    q: Tensor, k: Tensor | None, v: Tensor | None, hop: Hop, kernel: Kernel
+) -> list[tuple[slice | Tensor, Tensor, Tensor]]:
+    if k is None or v is None:  # nothing came, as nothing is seen
+        return []
+    return [(call.q_rows, *kernel.forward(q, k, v, call)) for call in hop.calls]
+
+
 def _step_gradients(
     g: Gradients, k: Tensor | None, v: Tensor | None, hop: Hop, kernel: Kernel
 ) -> tuple[list[tuple[slice | Tensor, Tensor]], RowSum, RowSum]:
-    dq_parts = []
-    dk, dv = RowSum(g.q if k is None else k), RowSum(g.q if v is None else v)
+    dq_parts: list[tuple[slice | Tensor, Tensor]] = []
+    if k is None or v is None:
+        return dq_parts, RowSum(g.q), RowSum(g.q)
+    dk, dv = RowSum(k), RowSum(v)
     for call in hop.calls:
-        assert k is not None
-        assert v is not None
         dq, dk_part, dv_part = kernel.backward(g, k, v, call)
         dq_parts.append((call.q_rows, dq))
         dk.add(call.k_rows, dk_part)

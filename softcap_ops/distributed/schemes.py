@@ -6,6 +6,7 @@ Every scheme is an optional exchange of heads (a2a) around one of two ways to me
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -171,7 +172,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, s: Sharding, options: Options) -> No
     if s.cu_seqlens_q is None or s.cu_seqlens_k is None:
         missing = "cu_seqlens_q" if s.cu_seqlens_q is None else "cu_seqlens_k"
         raise ValueError(f"{missing} must be given where the other is: both sides are packed or none")
-    _validation.inputs(q, k, v, Packing(s.cu_seqlens_q, s.cu_seqlens_k, s.max_seqlen_q or 0, s.max_seqlen_k or 0), options)
+    packing = Packing(s.cu_seqlens_q, s.cu_seqlens_k, s.max_seqlen_q or 0, s.max_seqlen_k or 0)
+    _validation.inputs(q, k, v, packing, options)
     for name, padded, cu in (
         ("cu_seqlens_q_padded", s.cu_seqlens_q_padded, s.cu_seqlens_q),
         ("cu_seqlens_k_padded", s.cu_seqlens_k_padded, s.cu_seqlens_k),
@@ -226,7 +228,7 @@ def _differences(name: str, values: tuple[int, ...] | None) -> tuple[int, ...]:
     assert values is not None
     if values[0] != 0:
         raise ValueError(f"{name} must start at 0, got {values[0]}")
-    result = tuple(b - a for a, b in zip(values, values[1:], strict=False))
+    result = tuple(b - a for a, b in pairwise(values))
     if min(result, default=0) < 0:
         raise ValueError(f"{name} must not decrease, got {list(values)}")
     return result
@@ -251,7 +253,7 @@ def _make(
     _check(q, k, v, s, options)
     a2a = members[0] if "a2a" in s.comm else None
     outer = members[-1] if s.comm != "a2a" else None
-    a2a_rank, a2a_ranks = (0, 1) if a2a is None else (a2a.rank(), a2a.size())
+    a2a_ranks = 1 if a2a is None else a2a.size()
     rank, ranks = (0, 1) if outer is None else (outer.rank(), outer.size())
     _check_heads(q, k, a2a_ranks)
     everyone = a2a_ranks * ranks
@@ -272,7 +274,8 @@ def _make(
     inner: Ring | Gathering
     if s.comm == "all_gather":
         assert outer is not None
-        inner = Gathering(outer, order(rows_k, k, ranks, 0, 1), where.gathered_hop(rank, ranks), chunks_per_rank(s.layout))
+        gathered, chunks = order(rows_k, k, ranks, 0, 1), chunks_per_rank(s.layout)
+        inner = Gathering(outer, gathered, where.gathered_hop(rank, ranks), chunks)
         calls = inner.hop.calls
     else:
         inner = Ring(outer or members[0], rank, _steps(where, rank, ranks))
@@ -311,8 +314,7 @@ class _Where(NamedTuple):
 
     def is_needed(self, shift: int, ranks: int) -> bool:
         """Whether any rank sees keys of the rank `shift` before it on the ring."""
-        sequences = set(zip(self.rows_q.lengths, self.rows_q.padded, self.rows_k.lengths, self.rows_k.padded, strict=True))
-        for length_q, padded_q, length_k, padded_k in sequences:
+        for length_q, padded_q, length_k, padded_k in set(zip(*self.rows_q, *self.rows_k, strict=True)):
             band = self.mask.band(length_q, length_k)
             rows_q, rows_k = Rows((length_q,), (padded_q,)), Rows((length_k,), (padded_k,))
             for rank in range(ranks):

@@ -106,9 +106,7 @@ def _merged(tiles: Iterable[Tile], merge: object) -> list[Tile]:
     return result
 
 
-def tiles_of(
-    q: tuple[Segment, ...], k: tuple[Segment, ...], low: int | None, high: int | None
-) -> list[Tile]:
+def tiles_of(q: tuple[Segment, ...], k: tuple[Segment, ...], low: int | None, high: int | None) -> list[Tile]:
     """The tiles between the segments of one sequence, as few as the rules above make them.
 
     A zigzag rank's causal attention to itself becomes one causal tile; to any other rank, one full tile.
@@ -228,9 +226,7 @@ def hop(
                     _place(buckets, sequence, moved, packed)
             spans.append((start, length))
             offset += length
-    calls = tuple(
-        _call(bucket.tiles, packed, device) for of_window in buckets.values() for bucket in of_window
-    )
+    calls = tuple(_call(bucket.tiles, packed, device) for of_window in buckets.values() for bucket in of_window)
     return Hop(tuple(spans), calls)
 
 

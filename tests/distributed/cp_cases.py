@@ -208,9 +208,7 @@ def zeroed_distance(case: Case, zeroed: int) -> None:
     x, _ = _whole(case.sample, True, torch.float64)
     split = Split(case)
     k, v = (t.clone() for t in (x.k, x.v))
-    rows = cp.split_sequence(
-        torch.arange(k.shape[1]), rank=zeroed, ranks=split.ranks, layout=case.layout, dim=0
-    )
+    rows = cp.split_sequence(torch.arange(k.shape[1]), rank=zeroed, ranks=split.ranks, layout=case.layout, dim=0)
     k[:, rows], v[:, rows] = 0.0, 0.0
     x = x._replace(k=k, v=v)
     expected = split.result(_evaluate(case.sample.reference, x, case.sample))

@@ -53,8 +53,8 @@ def test_positions_are_those_in_each_sequence() -> None:
 def test_lengths_that_do_not_split_are_refused() -> None:
     with pytest.raises(ValueError, match="must be a multiple of 4 for 2 ranks in layout 'zigzag', got 6"):
         cp.split_sequence(torch.zeros(1, 6), rank=0, ranks=2)
+    cu = torch.tensor([0, 2, 5])
     with pytest.raises(ValueError, match="sequence 1, 3, must be a multiple of 2"):
-        cu = torch.tensor([0, 2, 5])
         cp.split_sequence(torch.zeros(5), rank=0, ranks=2, layout="contiguous", dim=0, cu_seqlens_padded=cu)
     with pytest.raises(ValueError, match="layout must be one of"):
         cp.required_multiple(2, "striped")
