@@ -19,11 +19,71 @@ def wrapped(schema: object) -> str:
 
 
 def test_cp_attention_fwd() -> None:
-    assert_expected_inline(wrapped(torch.ops.softcap_ops.cp_attention_fwd.default._schema), "")
+    assert_expected_inline(
+        wrapped(torch.ops.softcap_ops.cp_attention_fwd.default._schema),
+        """\
+softcap_ops::cp_attention_fwd(
+  Tensor q,
+  Tensor k,
+  Tensor v,
+  Tensor? cu_seqlens_q,
+  Tensor? cu_seqlens_k,
+  Tensor? cu_seqlens_q_padded,
+  Tensor? cu_seqlens_k_padded,
+  SymInt? max_seqlen_q,
+  SymInt? max_seqlen_k,
+  str[] groups,
+  str comm,
+  str layout,
+  Scalar? softcap,
+  Scalar? scale=None,
+  bool causal=False,
+  SymInt window_left=-1,
+  SymInt window_right=-1,
+  bool? deterministic=None,
+  str? backend=None,
+  Tensor? softcap_tensor=None,
+  Tensor? scale_tensor=None,
+  bool needs_backward=False
+) -> (Tensor out, Tensor lse)""",
+    )
 
 
 def test_cp_attention_bwd() -> None:
-    assert_expected_inline(wrapped(torch.ops.softcap_ops.cp_attention_bwd.default._schema), "")
+    assert_expected_inline(
+        wrapped(torch.ops.softcap_ops.cp_attention_bwd.default._schema),
+        """\
+softcap_ops::cp_attention_bwd(
+  Tensor dout,
+  Tensor? dlse,
+  Tensor q,
+  Tensor k,
+  Tensor v,
+  Tensor out,
+  Tensor lse,
+  Tensor? cu_seqlens_q,
+  Tensor? cu_seqlens_k,
+  Tensor? cu_seqlens_q_padded,
+  Tensor? cu_seqlens_k_padded,
+  SymInt? max_seqlen_q,
+  SymInt? max_seqlen_k,
+  str[] groups,
+  str comm,
+  str layout,
+  Scalar? softcap,
+  Scalar? scale=None,
+  bool causal=False,
+  SymInt window_left=-1,
+  SymInt window_right=-1,
+  bool? deterministic=None,
+  str? backend=None,
+  Tensor? softcap_tensor=None,
+  Tensor? scale_tensor=None,
+  bool[3] output_mask=[True,
+  True,
+  True]
+) -> (Tensor dq, Tensor dk, Tensor dv)""",
+    )
 
 
 def test_tags() -> None:
@@ -37,4 +97,26 @@ def test_tags() -> None:
 def test_context_parallel_attention() -> None:
     parameters = inspect.signature(softcap_ops.context_parallel_attention).parameters.values()
     assert [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY] == ["q", "k", "v"]
-    assert_expected_inline("\n".join(str(p).replace("'", "") for p in parameters), "")
+    assert_expected_inline(
+        "\n".join(str(p).replace("'", "") for p in parameters),
+        """\
+q: Tensor
+k: Tensor
+v: Tensor
+group: Any
+comm: str = p2p
+layout: str = zigzag
+softcap: float | None
+scale: float | None = None
+causal: bool = False
+window: tuple[int, int] = (-1, -1)
+cu_seqlens_q: Tensor | None = None
+cu_seqlens_k: Tensor | None = None
+cu_seqlens_q_padded: Tensor | None = None
+cu_seqlens_k_padded: Tensor | None = None
+max_seqlen_q: int | None = None
+max_seqlen_k: int | None = None
+return_lse: bool = False
+deterministic: bool | None = None
+backend: str | None = None""",
+    )
