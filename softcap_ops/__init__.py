@@ -11,6 +11,7 @@ _extension.load()
 from . import _autocast, _autograd, _fake, _flops, _impl, _sharding, _vmap, reference  # noqa: E402, F401
 from .api import explain, softcap_attention, softcap_attention_varlen  # noqa: E402
 from .backends import available_backends  # noqa: E402
+from .distributed import context_parallel_attention  # noqa: E402
 from .errors import UnsupportedError  # noqa: E402
 
 __version__ = "0.1.0"
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "UnsupportedError",
     "available_backends",
+    "context_parallel_attention",
     "explain",
     "reference",
     "softcap_attention",

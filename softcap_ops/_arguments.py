@@ -31,6 +31,20 @@ class Packing(NamedTuple):
     max_seqlen_k: Any
 
 
+class Sharding(NamedTuple):
+    """What the context-parallel ops take before the options: packing of the whole sequences, ranks and scheme."""
+
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
+    cu_seqlens_q_padded: torch.Tensor | None
+    cu_seqlens_k_padded: torch.Tensor | None
+    max_seqlen_q: Any  # int | torch.SymInt | None
+    max_seqlen_k: Any
+    groups: list[str]  # names: one, or (a2a, p2p)
+    comm: str
+    layout: str
+
+
 class Parameters(NamedTuple):
     """Options with every value known: what a kernel is called with."""
 
@@ -47,6 +61,12 @@ def split(rest: tuple[Any, ...], packed: bool) -> tuple[Packing | None, Options,
     if packed:
         packing, rest = Packing(*rest[: len(Packing._fields)]), rest[len(Packing._fields) :]
     return packing, Options(*rest[: len(Options._fields)]), rest[len(Options._fields) :]
+
+
+def split_sharded(rest: tuple[Any, ...]) -> tuple[Sharding, Options, tuple[Any, ...]]:
+    """`split` for the context-parallel ops."""
+    sharding, rest = Sharding(*rest[: len(Sharding._fields)]), rest[len(Sharding._fields) :]
+    return sharding, Options(*rest[: len(Options._fields)]), rest[len(Options._fields) :]
 
 
 # float32 kernels would read a larger cap as infinite, and inf * tanh(0) is NaN. No score comes near it.

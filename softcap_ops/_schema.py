@@ -6,7 +6,7 @@ A released schema only ever gains trailing arguments with defaults; tests/test_s
 
 import torch
 
-# Shared by the four ops, in this order. `Scalar` rather than `float` for softcap and scale: the dispatcher
+# Shared by all ops, in this order. `Scalar` rather than `float` for softcap and scale: the dispatcher
 # turns a symbolic float passed as `float` into a constant, and a compiled graph would be rebuilt for every
 # value. A symbolic float becomes a 0-d float64 CPU tensor (`*_tensor`), which then stands for the number.
 _OPTIONS = (
@@ -14,6 +14,11 @@ _OPTIONS = (
     "bool? deterministic=None, str? backend=None, Tensor? softcap_tensor=None, Tensor? scale_tensor=None"
 )
 _PACKING = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
+# cu_seqlens are those of the whole sequences; groups are names of process groups, as in functional collectives.
+_SHARDING = (
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_q_padded, Tensor? cu_seqlens_k_padded, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, str[] groups, str comm, str layout"
+)
 _FORWARD = "Tensor q, Tensor k, Tensor v"
 _BACKWARD = "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 _MASK = "bool[3] output_mask=[True, True, True]"
@@ -23,6 +28,8 @@ SCHEMAS = (
     f"attention_bwd({_BACKWARD}, {_OPTIONS}, {_MASK}) -> (Tensor dq, Tensor dk, Tensor dv)",
     f"varlen_attention_fwd({_FORWARD}, {_PACKING}, {_OPTIONS}, bool needs_backward=False) -> (Tensor out, Tensor lse)",
     f"varlen_attention_bwd({_BACKWARD}, {_PACKING}, {_OPTIONS}, {_MASK}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"cp_attention_fwd({_FORWARD}, {_SHARDING}, {_OPTIONS}, bool needs_backward=False) -> (Tensor out, Tensor lse)",
+    f"cp_attention_bwd({_BACKWARD}, {_SHARDING}, {_OPTIONS}, {_MASK}) -> (Tensor dq, Tensor dk, Tensor dv)",
 )
 
 # flexible_layout: any strides are accepted, so Inductor need not restride (copy) an input for us.
@@ -36,3 +43,5 @@ attention_fwd = torch.ops.softcap_ops.attention_fwd.default
 attention_bwd = torch.ops.softcap_ops.attention_bwd.default
 varlen_attention_fwd = torch.ops.softcap_ops.varlen_attention_fwd.default
 varlen_attention_bwd = torch.ops.softcap_ops.varlen_attention_bwd.default
+cp_attention_fwd = torch.ops.softcap_ops.cp_attention_fwd.default
+cp_attention_bwd = torch.ops.softcap_ops.cp_attention_bwd.default

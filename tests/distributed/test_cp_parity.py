@@ -1,0 +1,60 @@
+"""Every scheme, layout and mask gives what one process gives on the whole sequences: values and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cp_cases import BY_NAME, SAMPLES, Case, check_many_float64, errors, uncapped_distance, zeroed_distance
+from cp_ranks import Ranks
+
+each_layout = pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+each_comm = pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a", "a2a+p2p"])
+GROUPS_OF_SAMPLES = {
+    kind: [s for s in SAMPLES if s.name.startswith(kind)] for kind in ("packed", "padded", "cross", "causal", "sliding")
+}
+GROUPS_OF_SAMPLES["other"] = [s for s in SAMPLES if not any(s in group for group in GROUPS_OF_SAMPLES.values())]
+each_kind = pytest.mark.parametrize("kind", GROUPS_OF_SAMPLES)
+
+
+def _check(ranks: Ranks, kind: str, comm: str, layout: str, hot: bool) -> None:
+    samples = [s for s in GROUPS_OF_SAMPLES[kind] if hot in s.heats]
+    wrong = ranks.run(check_many_float64, [Case(s, comm, layout) for s in samples], hot)
+    assert not any(wrong), wrong
+
+
+@each_kind
+@each_layout
+@each_comm
+def test_four_ranks_agree_with_one(four: Ranks, comm: str, layout: str, kind: str) -> None:
+    _check(four, kind, comm, layout, hot=True)
+
+
+@each_kind
+@each_layout
+@pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a"])
+def test_two_ranks_agree_with_one(two: Ranks, comm: str, layout: str, kind: str) -> None:
+    _check(two, kind, comm, layout, hot=False)
+
+
+@each_layout
+@each_comm
+@pytest.mark.parametrize("name", ["causal_gqa", "sliding", "padded_causal"])
+def test_bfloat16_is_as_exact_as_one_process(four: Ranks, comm: str, layout: str, name: str) -> None:
+    per_rank = four.run(errors, Case(BY_NAME[name], comm, layout), True, torch.bfloat16)
+    for output in per_rank[0]:
+        error, single, size = (sum(r[output][i] for r in per_rank) ** 0.5 for i in range(3))
+        # Half an ulp of the dtype is what rounding the result once costs.
+        allowed = max(1.5 * single, (2**-9 if output != "lse" else 2e-7) * size)
+        assert error <= allowed, f"{output}: {error / size:.3g}, one process {single / size:.3g}"
+
+
+@each_layout
+@each_comm
+def test_the_cap_is_on(four: Ranks, comm: str, layout: str) -> None:
+    assert min(four.run(uncapped_distance, Case(BY_NAME["causal"], comm, layout))) > 0.1
+
+
+@each_comm
+@pytest.mark.parametrize("zeroed", range(4))
+def test_gradients_with_the_keys_of_one_rank_zeroed(four: Ranks, comm: str, zeroed: int) -> None:
+    four.run(zeroed_distance, Case(BY_NAME["causal_gqa"], comm, "zigzag"), zeroed)
