@@ -71,9 +71,7 @@ class _OurAttention(torch.autograd.Function):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[0], q.shape[2], q.shape[1])
         scale = q.shape[-1] ** -0.5
-        torch.ops.softcap_ops._cpu_attention_fwd(
-            q, k, v, None, None, SOFTCAP, scale, causal, -1, -1, out, lse
-        )
+        torch.ops.softcap_ops._cpu_attention_fwd(q, k, v, None, None, SOFTCAP, scale, causal, -1, -1, out, lse)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.causal = causal
         return out
@@ -223,15 +221,11 @@ def table(rows: list[dict], providers: list[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=[shape.name for shape in SHAPES])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--compiled", action="store_true", help="also time the eager formula under torch.compile"
-    )
+    parser.add_argument("--compiled", action="store_true", help="also time the eager formula under torch.compile")
     parser.add_argument("--no-memory", action="store_true", help="skip the memory readings")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--measure-memory", help=argparse.SUPPRESS)
@@ -260,9 +254,7 @@ def main() -> None:
                         if provider != "compiled_eager":  # its peak is the compiler's
                             peak[provider] = peak_memory(provider, backward, shape, torch_dtype)
                 step = "forward+backward" if backward else "forward"
-                rows.append(
-                    {"shape": asdict(shape), "dtype": dtype, "pass": step, "ms": ms, "peak_bytes": peak}
-                )
+                rows.append({"shape": asdict(shape), "dtype": dtype, "pass": step, "ms": ms, "peak_bytes": peak})
                 print(table(rows[-1:], providers).splitlines()[-1], file=sys.stderr, flush=True)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     report = {

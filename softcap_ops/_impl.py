@@ -22,11 +22,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, options: Op
     return resolve(options, q.shape[-1])
 
 
-def _profiled(op: str, packed: bool, backend: ModuleType) -> contextlib.AbstractContextManager[Any]:
+def _profiled(op: str, packing: Packing | None, backend: ModuleType) -> contextlib.AbstractContextManager[Any]:
     """A range for profilers (torch.profiler, emit_nvtx) that says which backend serves the op."""
     if not torch.autograd._profiler_enabled():
         return _NOTHING
-    return torch.profiler.record_function(f"softcap_ops::{'varlen_' if packed else ''}{op} [{backend.NAME}]")
+    return torch.profiler.record_function(f"softcap_ops::{'varlen_' if packing else ''}{op} [{backend.NAME}]")
 
 
 _NOTHING = contextlib.nullcontext()
@@ -38,7 +38,8 @@ def forward(
     """(out, lse), once the inputs are checked."""
     parameters = _check(q, k, v, packing, options)
     backend = backends.choose(options.backend, *backends.facts(q, k, packing, parameters, needs_backward))
-    return backend.forward(q, k, v, packing, parameters)
+    with _profiled("attention_fwd", packing, backend):
+        return backend.forward(q, k, v, packing, parameters)
 
 
 def backward(
@@ -56,7 +57,8 @@ def backward(
     """(dq, dk, dv) of inputs that `forward` has checked."""
     parameters = resolve(options, q.shape[-1])
     backend = backends.choose(options.backend, *backends.facts(q, k, packing, parameters, True))
-    return backend.backward(dout, dlse, q, k, v, out, lse, packing, parameters, output_mask)
+    with _profiled("attention_bwd", packing, backend):
+        return backend.backward(dout, dlse, q, k, v, out, lse, packing, parameters, output_mask)
 
 
 def attention_fwd(packed: bool, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

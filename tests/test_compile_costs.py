@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import tiny_gemma2 as gemma
 import torch
+from samples import Sample
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import softcap_ops
-from samples import Sample
 
 
 def counted(f: Any, **kwargs: Any) -> tuple[Any, CompileCounterWithBackend]:

@@ -71,10 +71,7 @@ def backward(
     need=(True, True, True),
 ):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    grads = [
-        torch.full(x.shape, math.nan, dtype=x.dtype) if n else None
-        for x, n in zip((q, k, v), need, strict=True)
-    ]
+    grads = [torch.full(x.shape, math.nan, dtype=x.dtype) if n else None for x, n in zip((q, k, v), need, strict=True)]
     torch.ops.softcap_ops._cpu_attention_bwd(
         dout, dlse, q, k, v, out, lse, *cu, softcap, scale, causal, *window, *grads
     )
@@ -163,9 +160,7 @@ def test_layouts(dtype):
 
     expected = run(q, k, v, dout, dlse)
     for move in (last_first, in_wide, lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)):
-        got = run(
-            *(move(x) for x in (q, k, v, dout)), dlse.permute(2, 0, 1).contiguous().permute(1, 2, 0), move
-        )
+        got = run(*(move(x) for x in (q, k, v, dout)), dlse.permute(2, 0, 1).contiguous().permute(1, 2, 0), move)
         for a, b in zip(got, expected, strict=True):
             assert torch.equal(a, b)
     ones = torch.ones((), dtype=dtype).expand(q.shape)
