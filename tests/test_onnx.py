@@ -215,7 +215,7 @@ def test_an_unrelated_export_still_works_and_leaves_the_ops_working(tmp_path):
     assert Dense(50.0)(*Dense.inputs()).isfinite().all()
 
 
-def test_importing_leaves_onnx_alone():
+def test_importing_leaves_onnx_alone(tmp_path):
     code = (
         "import sys, softcap_ops; loaded = [m for m in ('torch.onnx', 'onnx', 'onnxscript') if m in sys.modules];"
         "assert not loaded, loaded; finders = len(sys.meta_path);"
@@ -223,7 +223,7 @@ def test_importing_leaves_onnx_alone():
         "from torch.onnx._internal.torchscript_exporter.registration import registry;"
         "assert registry.is_registered_op('softcap_ops::attention_fwd', 17)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=tmp_path)  # away from the source tree
 
 
 def test_the_check_costs_little():
