@@ -12,6 +12,7 @@ VENV    := .venv
 WHEEL   := dist/built
 SOURCES := $(shell find softcap_ops csrc -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu*') \
            setup.py pyproject.toml README.md
+SANITIZED := tests/test_cpu_kernel_raw.py tests/test_parity.py tests/test_contract.py tests/test_properties.py
 BUILD_REQUIREMENTS := "setuptools>=77" wheel ninja numpy
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -44,6 +45,15 @@ test-gpu:
 fuzz: $(VENV)/installed
 	SOFTCAP_OPS_FUZZ=1 $(VENV)/bin/pytest $(PYTEST) --timeout 3600 tests/test_properties.py
 
+## make sanitize        the kernel's tests under AddressSanitizer and UBSan
+sanitize: $(VENV)/installed
+	SOFTCAP_OPS_SANITIZE=1 SOFTCAP_OPS_REQUIRE_EXTENSION=1 \
+	    $(VENV)/bin/python setup.py -q build --build-base build/sanitize --build-lib build/sanitize/lib
+	env PYTHONPATH=$(CURDIR)/build/sanitize/lib \
+	    LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	    ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	    $(VENV)/bin/pytest $(PYTEST) --timeout 1800 $(wildcard $(SANITIZED))
+
 ## make bench           the CPU benchmark; writes benchmarks/results/cpu.json
 bench: $(VENV)/installed
 	$(VENV)/bin/python benchmarks/bench_cpu.py
@@ -74,8 +84,10 @@ clean:
 	@touch $@
 
 # --no-build-isolation: the wheel is built against the torch that is already here, not against a second download.
+# build/ is kept for the objects, so that a change of Python alone compiles nothing; its copies of our modules are not.
 $(WHEEL): $(SOURCES) | $(VENV)/torch
-	rm -rf dist build
+	@if test setup.py -nt $@; then rm -rf build; fi
+	@rm -rf dist build/bdist* && find build -path 'build/lib*' -name '*.py' -delete 2>/dev/null || true
 	SOFTCAP_OPS_REQUIRE_EXTENSION=1 $(VENV)/bin/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 	@touch $@
 
