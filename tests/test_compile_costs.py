@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import tiny_gemma2 as gemma
 import torch
+from samples import Sample
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import softcap_ops
-from samples import Sample
 
 
 def counted(f: Any, **kwargs: Any) -> tuple[Any, CompileCounterWithBackend]:
@@ -81,13 +81,13 @@ def test_max_seqlen_export() -> None:
 
 
 def test_whole_model_is_one_graph() -> None:
-    """Forward and backward: one graph; another batch and length add at most the dynamic one."""
+    """Forward and backward of a model with both kinds of layer, other batches and lengths included."""
     model = gemma.build()
-    f, counter = counted(model)
+    f, counter = counted(model, dynamic=True)
     tokens = gemma.batch()
-    for items, seqlen in ((3, 9), (2, 6), (4, 7)):
+    for items, seqlen in ((3, 9), (2, 6)):
         x = tokens[:items, :seqlen]
         expected, actual = model(x), f(x)
         torch.testing.assert_close(actual, expected)
         actual.sum().backward()
-    assert counter.frame_count == 2
+    assert counter.frame_count == 1

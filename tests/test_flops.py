@@ -6,10 +6,10 @@ import random
 
 import pytest
 import torch
+from samples import SAMPLES, Sample, each_sample
 from torch.utils.flop_counter import FlopCounterMode
 
 import softcap_ops
-from samples import SAMPLES, Sample, each_sample
 from softcap_ops import reference
 from softcap_ops._flops import visible_pairs
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from samples import BY_NAME, Sample, with_strides
 from torch._dynamo.backends.common import aot_autograd
 from torch.profiler import ProfilerActivity, profile
 
 import softcap_ops
-from samples import BY_NAME, Sample, with_strides
 
 
 def events(sample: Sample, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """FSDP2 over one mesh dimension, tensor parallelism over the other, attention on DTensors whose heads are sharded.
 
-    torchrun --nproc-per-node 4 examples/pytorch/parallel.py     # 2 x 2
-    python examples/pytorch/parallel.py                          # one process
+torchrun --nproc-per-node 4 examples/pytorch/parallel.py     # 2 x 2
+python examples/pytorch/parallel.py                          # one process
 """
 
 import os
