@@ -49,7 +49,8 @@ def _batch(
         return tuple(r.unsqueeze(axis).narrow(axis, 0, 0) for r, axis in zip(results, out_axes, strict=True)), out_axes
     joined = (_join(t, d, axis, size) for t, d, axis in zip(tensors, dims, axes, strict=True))
     results = op(*joined, *args[leading:])
-    return tuple(zip(*(_split(r, axis, size) for r, axis in zip(results, out_axes, strict=True)), strict=True))
+    values, out_dims = zip(*(_split(r, axis, size) for r, axis in zip(results, out_axes, strict=True)), strict=True)
+    return values, out_dims
 
 
 # Tensors in front: q, k, v, and for the backward dout, dlse, q, k, v, out, lse; heads come first in a packed lse.

@@ -81,13 +81,13 @@ def test_max_seqlen_export() -> None:
 
 
 def test_whole_model_is_one_graph() -> None:
-    """Forward and backward: one graph; another batch and length add at most the dynamic one."""
+    """Forward and backward of a model with both kinds of layer, other batches and lengths included."""
     model = gemma.build()
-    f, counter = counted(model)
+    f, counter = counted(model, dynamic=True)
     tokens = gemma.batch()
-    for items, seqlen in ((3, 9), (2, 6), (4, 7)):
+    for items, seqlen in ((3, 9), (2, 6)):
         x = tokens[:items, :seqlen]
         expected, actual = model(x), f(x)
         torch.testing.assert_close(actual, expected)
         actual.sum().backward()
-    assert counter.frame_count == 2
+    assert counter.frame_count == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def test_gradients() -> None:
     actual = torch.autograd.grad(out.values().pow(2).sum() + lse.values().sum(), leaves)
     expected = [torch.zeros_like(t) for t in leaves]
     starts = offsets_of(LENGTHS).tolist()
-    for a, b in zip(starts, starts[1:], strict=False):
+    for a, b in itertools.pairwise(starts):
         item = [t[a:b].detach()[None].requires_grad_() for t in leaves]
         o, stats = attention(*item)
         for e, g in zip(expected, torch.autograd.grad(o.pow(2).sum() + stats.sum(), item), strict=True):
@@ -158,8 +159,8 @@ def test_refusals() -> None:
     holes = torch.nested.nested_tensor_from_jagged(q.values(), q.offsets(), lengths=torch.tensor([2, 3, 1, 4]))
     with pytest.raises(ValueError, match=r"q must be contiguous, got a jagged tensor with holes"):
         attention(holes, k, v)
+    fewer = [jagged(t.values(), offsets_of((10, 6))) for t in (k, v)]
     with pytest.raises(ValueError, match=r"k must have the batch of q, 4, got shape \(2, "):
-        fewer = [jagged(t.values(), offsets_of((10, 6))) for t in (k, v)]
         attention(q, *fewer)
     with pytest.raises(TypeError, match=r"k must have the dtype of q"):
         attention(q, k.float(), v)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import subprocess
+import sys
+import textwrap
 from typing import Any
 
 import gloo
@@ -276,6 +279,20 @@ CHECKS = [name for name in globals() if name.startswith("check_")]
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str | None]:
     return gloo.run(__name__, CHECKS, world=4)
+
+
+def test_dtensor_is_not_imported_but_awaited() -> None:
+    """Importing softcap_ops leaves torch.distributed.tensor alone; importing that, whenever, brings the strategies."""
+    script = """
+        import sys, torch, softcap_ops
+        from softcap_ops import _sharding
+        assert "torch.distributed.tensor" not in sys.modules and not _sharding._registered
+        import torch.distributed.fsdp, torch.distributed.tensor
+        strategies = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+        assert all(getattr(torch.ops.softcap_ops, name).default in strategies for name in
+                   ("attention_fwd", "attention_bwd", "varlen_attention_fwd", "varlen_attention_bwd"))
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
 
 
 @pytest.mark.parametrize("check", CHECKS)

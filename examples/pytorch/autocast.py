@@ -11,6 +11,6 @@ with torch.autocast("cpu", torch.bfloat16):  # or "cuda"
     out = softcap_attention(q, k, v, softcap=50.0, causal=True)
 out.float().pow(2).mean().backward()  # the backward needs no context
 
-assert q.grad is not None and v.grad is not None
-print(f"out {out.dtype}, gradients {q.grad.dtype} (q), {v.grad.dtype} (v)")
-assert (out.dtype, q.grad.dtype, v.grad.dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
+dtypes = [out.dtype, *(t.grad.dtype for t in (q, k, v) if t.grad is not None)]
+print("out and the gradients of q, k, v:", *dtypes)
+assert dtypes == [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]

@@ -1,5 +1,7 @@
 """torch.compile of a packed batch: one graph for all lengths, max_seqlen read from cu_seqlens inside the graph."""
 
+from typing import Any
+
 import torch
 import torch._dynamo.config
 from torch import Tensor
@@ -11,7 +13,7 @@ torch._dynamo.config.capture_scalar_outputs = True  # lets .item() into the grap
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-    longest = cu_seqlens.diff().max().item()
+    longest: Any = cu_seqlens.diff().max().item()
     return softcap_attention_varlen(
         q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest,
         softcap=50.0, causal=True,
