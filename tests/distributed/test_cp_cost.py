@@ -47,7 +47,7 @@ def test_a_window_sends_only_what_it_reaches() -> None:
     sliding = cp.cost(3, 8, comm="p2p", layout="contiguous", **window, **_GEMMA)
     assert len(sliding.steps) == 2
     assert sliding.sent_forward == 4095 * 2 * 8 * 256 * 2  # one window of keys and values, to one neighbour
-    assert cp.cost(3, 8, comm="all_gather", **window, **_GEMMA).sent_forward > 200 * sliding.sent_forward
+    assert cp.cost(3, 8, comm="all_gather", **window, **_GEMMA).sent_forward > 20 * sliding.sent_forward
 
 
 @pytest.mark.parametrize(("layout", "part"), [("zigzag", 3 / 4), ("contiguous", 1 / 2)])
