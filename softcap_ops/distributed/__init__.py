@@ -9,6 +9,7 @@ from typing import Any
 
 from . import _ops  # noqa: F401  registers the ops' kernels
 from .api import context_parallel_attention
+from .cost import Cost, StepCost, busiest, cost
 from .layout import (
     join_sequence,
     pad_sequences,
@@ -35,7 +36,11 @@ def two_level_groups(group: Any = None, *, a2a_size: int) -> tuple[Any, Any]:
 
 
 __all__ = [
+    "Cost",
+    "StepCost",
+    "busiest",
     "context_parallel_attention",
+    "cost",
     "join_sequence",
     "pad_sequences",
     "required_multiple",

@@ -5,12 +5,15 @@ torch.distributed is imported by the kernels, when they run.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.autograd.function import _SingleLevelFunction
+from torch.utils.flop_counter import register_flop_formula
 
 from .. import _autocast, _autograd, _fake, _onnx, _schema, _validation
 from .._arguments import Options, Sharding, split_sharded
@@ -141,3 +144,45 @@ def _refuse_vmap(info: Any, in_dims: Any, *args: Any) -> Any:
 
 for _op in (_schema.cp_attention_fwd, _schema.cp_attention_bwd):
     torch.library.register_vmap(_op, _refuse_vmap)
+
+
+# ---- FLOP counts ---------------------------------------------------------------------------------------------
+
+
+def _count(leading: int, factor: int, *args: Any, out_val: Any = None) -> int:
+    """`factor` operations a visible pair, head and element: this rank's queries with all the keys they see.
+
+    a2a works on other pairs, and as many. What a FakeTensor's cu_seqlens hold is unknown: the rows are taken to be
+    one sequence.
+    """
+    from . import groups
+    from .cost import rank_pairs
+    from .layout import Rows
+    from .tiles import Mask
+
+    q, k = args[0:2] if leading == 3 else args[2:4]
+    sharding, options, _ = split_sharded(args[leading:])
+    members = groups.resolve(sharding.groups)
+    rank, ranks = members[-1].rank() * members[0].size() + members[0].rank(), math.prod(g.size() for g in members)
+    if len(members) == 1:
+        rank = members[0].rank()
+    mask = Mask(options.causal, (int(options.window_left), int(options.window_right)))
+    sides = []
+    for t, cu, padded in (
+        (q, sharding.cu_seqlens_q, sharding.cu_seqlens_q_padded),
+        (k, sharding.cu_seqlens_k, sharding.cu_seqlens_k_padded),
+    ):
+        if cu is None or isinstance(cu, FakeTensor):
+            rows = (int(t.shape[-3]) * ranks,)
+            sides.append(Rows(rows, rows))
+        else:
+            lengths = tuple(cu.diff().tolist())
+            sides.append(Rows(lengths, lengths if padded is None else tuple(padded.diff().tolist())))
+    rows_q, rows_k = sides
+    pairs = rank_pairs(rows_q, rows_k, mask, sharding.layout, rank, ranks)
+    batch = int(q.shape[0]) if q.dim() == 4 else 1
+    return factor * batch * pairs * int(q.shape[-2]) * int(q.shape[-1])
+
+
+for _op, _leading, _factor in ((_schema.cp_attention_fwd, 3, 4), (_schema.cp_attention_bwd, 7, 10)):
+    register_flop_formula(_op.overloadpacket, get_raw=True)(partial(_count, _leading, _factor))

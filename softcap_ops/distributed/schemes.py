@@ -18,11 +18,12 @@ from .._arguments import Options, Packing, Sharding, resolve
 from . import agreement, groups
 from .a2a import Part, as_lse, as_rows, to_heads, to_rows
 from .all_gather import Gathering
+from .cost import is_needed
 from .interleave import Interleave
 from .kernel import Gradients, Kernel
 from .layout import Rows, check_layout, chunks_per_rank, required_multiple
 from .p2p import Ring, Step
-from .tiles import Mask, hop, touches
+from .tiles import Mask, hop
 
 COMMS = ("p2p", "all_gather", "a2a", "a2a+p2p")
 
@@ -312,18 +313,6 @@ class _Where(NamedTuple):
         k = self.rows_k.segments(self.layout, source, ranks)
         return hop(q, k, self.rows_q, self.rows_k, self.mask, self.packed, rank != source, self.device)
 
-    def is_needed(self, shift: int, ranks: int) -> bool:
-        """Whether any rank sees keys of the rank `shift` before it on the ring."""
-        for length_q, padded_q, length_k, padded_k in set(zip(*self.rows_q, *self.rows_k, strict=True)):
-            band = self.mask.band(length_q, length_k)
-            rows_q, rows_k = Rows((length_q,), (padded_q,)), Rows((length_k,), (padded_k,))
-            for rank in range(ranks):
-                of_q = rows_q.segments(self.layout, rank, ranks)[0]
-                of_k = rows_k.segments(self.layout, (rank - shift) % ranks, ranks)[0]
-                if any(touches(a, b, *band) for a in of_q for b in of_k):
-                    return True
-        return False
-
     def gathered_hop(self, rank: int, ranks: int) -> Any:
         """`rank` working with all keys, in their order."""
         q = self.rows_q.segments(self.layout, rank, ranks)
@@ -335,7 +324,7 @@ def _steps(where: _Where, rank: int, ranks: int) -> tuple[Step, ...]:
     result = []
     for shift in range(ranks):
         # Left out only where it is empty on all ranks: they must post their messages in one order.
-        if shift and not where.is_needed(shift, ranks):
+        if shift and not is_needed(*where[:3], where.layout, shift, ranks):
             continue
         source, target = (rank - shift) % ranks, (rank + shift) % ranks
         result.append(Step(source, where.hop(rank, source, ranks), target, where.hop(target, rank, ranks)))
