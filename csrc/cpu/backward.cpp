@@ -300,7 +300,7 @@ class Backward {
 
     if (args_.dq.data == nullptr) return;
     for (int64_t lane = 0; lane < lanes.count; ++lane) {
-      for (int64_t i = 0; i < d; ++i) w.row[i] = w.dq[i * width + lane];
+      get_lane(w.dq, d, width, lane, w.row);
       char* const dst = address(args_.dq, size_, s.batch, s.first_q + lanes.row[lane], lanes.head[lane]);
       kernel_.store(p_.dtype, w.row, 1, d, dst);
     }

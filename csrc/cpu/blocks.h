@@ -89,6 +89,10 @@ class Products {
     const int64_t size = element_size(p_.dtype), d = p_.head_dim;
     const char* const src = address(x, size, s.batch, s.first_kv + step.begin, head);
     KeyBlock<T> block{step.keys(), nullptr, 0, 0, nullptr, 0};
+    // The next block is on its way while this one is multiplied.
+    const int64_t next = step.end + kBlockKeys < s.len_kv ? kBlockKeys : s.len_kv - step.end;
+    for (int64_t j = step.keys(); j < step.keys() + next; ++j)
+      prefetch_row(src + j * x.strides.seq * size, x);
     if (in_pairs()) {
       block.half = reinterpret_cast<const uint16_t*>(src);
       block.half_stride = x.strides.seq;
@@ -208,6 +212,12 @@ class Products {
   }
 
  private:
+  void prefetch_row(const char* row, const Input& x) const {
+    if (x.strides.dim != 1) return;
+    for (int64_t i = 0; i < p_.head_dim * element_size(p_.dtype); i += kAlignment)
+      __builtin_prefetch(row + i, 0, 2);
+  }
+
   void convert(const char* src, int64_t row_stride, int64_t col_stride, T* dst, KeyBlock<T>* block) const {
     const int64_t step = row_stride * element_size(p_.dtype);
     for (int64_t j = 0; j < block->rows; ++j) {
@@ -240,6 +250,11 @@ void load_query(const Kernels<T>& kernel, const Problem& p, const Input& x, cons
                 const Lanes& lanes, int64_t lane, T* dst) {
   const char* src = address(x, element_size(p.dtype), s.batch, s.first_q + lanes.row[lane], lanes.head[lane]);
   kernel.load(p.dtype, src, x.strides.dim, p.head_dim, dst);
+}
+
+template <typename T>
+void get_lane(const T* matrix, int64_t head_dim, int64_t width, int64_t lane, T* row) {
+  for (int64_t d = 0; d < head_dim; ++d) row[d] = matrix[d * width + lane];
 }
 
 // Lays a row along lane `lane` of a (head_dim, width) matrix.

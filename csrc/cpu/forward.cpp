@@ -89,13 +89,16 @@ void run_task(const ForwardArgs& args, const Products<T>& products, const Task& 
     products.over_keys(v, w.tile, visible, w.rescale, width, step, w.out, w.products);
   });
 
+  kernel.divide_lanes(w.out, p.head_dim, width, w.row_sum);
   const int64_t size = element_size(p.dtype);
   for (int64_t lane = 0; lane < lanes.count; ++lane) {
     const bool blind = lanes.keys[lane].empty();
     const double sum = w.row_sum[lane];
     const double lse = w.row_max[lane] + std::log(sum);
-    for (int64_t d = 0; d < p.head_dim; ++d) {
-      w.row[d] = blind ? T(0) : static_cast<T>(w.out[d * width + lane] / w.row_sum[lane]);
+    if (blind) {
+      std::fill_n(w.row, p.head_dim, T(0));
+    } else {
+      get_lane(w.out, p.head_dim, width, lane, w.row);
     }
     const int64_t row = s.first_q + lanes.row[lane], head = lanes.head[lane];
     kernel.store(p.dtype, w.row, 1, p.head_dim, address(args.out, size, s.batch, row, head));

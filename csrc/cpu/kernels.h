@@ -113,6 +113,8 @@ struct Kernels {
   void (*load)(DType dtype, const void* src, int64_t stride, int64_t n, T* dst);
   void (*store)(DType dtype, const T* src, int64_t stride, int64_t n, void* dst);
 
+  // Divides each column of a (rows, lanes) matrix by its own divisor.
+  void (*divide_lanes)(T* matrix, int64_t rows, int64_t lanes, const T* divisor);
   T (*dot)(const T* a, const T* b, int64_t n);
   void (*add)(const T* src, int64_t n, T* dst);
   bool (*all_finite)(const T* a, int64_t rows, int64_t cols, int64_t row_stride, int64_t col_stride);
