@@ -8,12 +8,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch._functorch.config
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
-_CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+_COMMON = {
+    "deadline": None,
+    "phases": [phase for phase in Phase if phase is not Phase.explain],
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+}
 # The same draws on every machine; `make fuzz` draws others every time.
-settings.register_profile("default", max_examples=300, deadline=None, derandomize=True, suppress_health_check=_CHECKS)
-settings.register_profile("fuzz", max_examples=10_000, deadline=None, print_blob=True, suppress_health_check=_CHECKS)
+settings.register_profile("default", max_examples=300, derandomize=True, **_COMMON)
+settings.register_profile("fuzz", max_examples=10_000, print_blob=True, **_COMMON)
 settings.load_profile("fuzz" if os.environ.get("SOFTCAP_OPS_FUZZ") == "1" else "default")
 
 # The tests' tensors are too small to share out, and idle threads that spin slow the whole machine down. Threads have

@@ -54,12 +54,9 @@ def norm(t: Tensor) -> float:
 
 def tolerances(x: Inputs, ref: Result, eager: Result, sample: Sample) -> Result:
     """The largest ||x - ref|| that each output may have."""
-    accumulator = torch.float64 if x.q.dtype == torch.float64 else torch.float32
-    eps = torch.finfo(accumulator).eps
-    finite = ref.lse[ref.lse.isfinite()]
-    largest_lse = max(1.0, finite.abs().max().item()) if finite.numel() else 1.0
-    floors = dict.fromkeys(Result._fields, 4 * eps * largest_lse)
-    if x.q.dtype != accumulator:  # rounding the result once
+    eps = torch.finfo(torch.float64 if x.q.dtype == torch.float64 else torch.float32).eps
+    floors = dict.fromkeys(Result._fields, accumulator_floor(x, ref))
+    if x.q.dtype not in (torch.float32, torch.float64):  # rounding the result once
         half_ulp = torch.finfo(x.q.dtype).eps / 2
         floors |= {name: floor + half_ulp for name, floor in floors.items() if name != "lse"}
     bounds = {}
@@ -73,23 +70,35 @@ def tolerances(x: Inputs, ref: Result, eager: Result, sample: Sample) -> Result:
     return Result(*bounds.values())
 
 
+def accumulator_floor(x: Inputs, ref: Result) -> float:
+    """The relative error of exp(score - lse): a few ulps of the largest lse, in the dtype that the kernel sums in."""
+    finite = ref.lse[ref.lse.isfinite()]
+    largest_lse = max(1.0, finite.abs().max().item()) if finite.numel() else 1.0
+    return 4 * torch.finfo(torch.float64 if x.q.dtype == torch.float64 else torch.float32).eps * largest_lse
+
+
 def gradient_terms(sample: Sample, x: Inputs) -> tuple[float, float]:
-    """Norms of dq and dk if their sums, and those of dout vT, were over absolute values: eps times that is rounding."""
+    """Norms that dq and dk would have if nothing cancelled in them: eps times these is rounding.
+
+    That is, with absolute values in every sum, and with 1 in place of 1 - tanh^2, which is itself a difference.
+    """
     terms_q, terms_k = 0.0, 0.0
-    scale = sample.head_dim**-0.5 if sample.scale is None else sample.scale
-    for q, k, v, dout in sample.sequences(*(t.double() for t in (x.q, x.k, x.v, x.dout))):
+    scale = abs(sample.head_dim**-0.5 if sample.scale is None else sample.scale)
+    lse_of = x.dlse.unbind(0) if not sample.packed else x.dlse[:, : sum(sample.lengths_q)].split(sample.lengths_q, 1)
+    sequences = sample.sequences(*(t.double() for t in (x.q, x.k, x.v, x.dout)))
+    for (q, k, v, dout), dlse in zip(sequences, lse_of, strict=True):
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = scale * torch.einsum("qhd,khd->hqk", q, k)
-        slope = torch.ones_like(scores)
+        if sample.scale is not None and sample.scale < 0:
+            scores = -scores
         if sample.softcap:
-            t = torch.tanh(scores / sample.softcap)
-            scores, slope = sample.softcap * t, 1 - t * t
+            scores = sample.softcap * torch.tanh(scores / sample.softcap)
         seen = reference.visible(q.shape[0], k.shape[0], sample.causal, sample.window, q.device)
         if seen is not None:
             scores = scores.masked_fill(~seen, -torch.inf)
         p = scores.softmax(-1).nan_to_num(0.0)
-        ds = p * slope * abs(scale) * torch.einsum("qhd,khd->hqk", dout.abs(), v.abs())
+        ds = scale * p * (torch.einsum("qhd,khd->hqk", dout.abs(), v.abs()) + dlse.double().abs().unsqueeze(-1))
         terms_q += norm(torch.einsum("hqk,khd->qhd", ds, k.abs())) ** 2
         terms_k += norm(torch.einsum("hqk,qhd->khd", ds, q.abs())) ** 2
     return terms_q**0.5, terms_k**0.5
