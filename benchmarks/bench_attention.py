@@ -224,16 +224,18 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def _milliseconds(calls: dict[str, Callable[[], object]], budget_ms: float) -> dict[str, float]:
-    """Median device time of each, taking turns in rounds so that clocks and heat fall on all alike."""
+    """Median device time of each, in rounds of changing order so that clocks and heat fall on all alike."""
     times: dict[str, list[float]] = {}
     repeats = {}
     for name, call in calls.items():
         call()
         once = _events(call, 2)
         repeats[name] = max(1, min(50, int(budget_ms / 5 / once)))
-    for _ in range(5):
-        for name, call in calls.items():
-            times.setdefault(name, []).append(_events(call, repeats[name]))
+    order = list(calls)
+    for _ in range(6):
+        for name in order:
+            times.setdefault(name, []).append(_events(calls[name], repeats[name]))
+        order = order[1:] + order[:1]  # who follows whom must not matter either
     return {name: statistics.median(t) for name, t in times.items()}
 
 
@@ -333,7 +335,7 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
             positions = [x + 0.8 * (i / len(names) - 0.5) for x in range(len(shapes))]
             axis.bar(positions, [values.get(s, 0.0) for s in shapes], 0.8 / len(names), label=name)
         axis.set_ylabel(f"{way}, TFLOP/s")
-    axes[0].legend(ncols=4, fontsize=8)
+    axes[0].legend(ncols=6, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
     axes[1].set_xticks(range(len(shapes)), shapes, rotation=30, ha="right")
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -64,7 +64,8 @@ def _is_kernel_only(*tensors: Tensor | None) -> bool:
     """Whether a backward op on these would reach its kernel without anything else looking at the call."""
     if torch.is_grad_enabled() or _C._len_torch_dispatch_stack() or _C._are_functorch_transforms_active():
         return False
-    return all(t is None or _C._dispatch_keys(t).raw_repr() in _PLAIN for t in tensors)
+    keysets = {_C._dispatch_keys(t).raw_repr() for t in tensors if t is not None}
+    return keysets <= _PLAIN
 
 
 def _below_autograd(op: Any, keyset: Any, *args: Any) -> Any:
@@ -95,28 +96,36 @@ class _Forward(_SingleLevelFunction):
         ctx: Any, keyset: Any, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, options: Options
     ) -> tuple[Tensor, Tensor]:
         out, lse = _inside_function(_forward_below_autograd, keyset, q, k, v, packing, options, True)
-        cu_seqlens = (None, None) if packing is None else packing[:2]
-        ctx.save_for_backward(q, k, v, out, lse, *cu_seqlens, *options[-2:])
+        # Tensors are saved, the rest is kept: most calls have none but the first five.
+        if packing is None and options[-2:] == (None, None):
+            ctx.save_for_backward(q, k, v, out, lse)
+            ctx.call = None, options
+        else:
+            cu_seqlens, lengths = ((None, None), None) if packing is None else (packing[:2], packing[2:])
+            ctx.save_for_backward(q, k, v, out, lse, *cu_seqlens, *options[-2:])
+            ctx.call = lengths, options[:-2]
         ctx.set_materialize_grads(False)
-        ctx.max_seqlens = None if packing is None else packing[2:]
-        ctx.options = options[:-2]  # without softcap_tensor and scale_tensor, saved above
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *scalar_tensors = ctx.saved_tensors
+        q, k, v, out, lse, *others = ctx.saved_tensors
+        lengths, options = ctx.call
+        packing = None
+        if others:
+            options = Options(*options, *others[2:])
+            packing = None if lengths is None else Packing(*others[:2], *lengths)
         if dout is None:
             dout = out.new_zeros(()).expand(out.shape)
-        options = Options(*ctx.options, *scalar_tensors)
-        packing = None if ctx.max_seqlens is None else Packing(cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens)
         mask = ctx.needs_input_grad[1:4]
         if _is_kernel_only(dout, dlse, q, k, v):
             grads = _impl.backward(dout, dlse, q, k, v, out, lse, packing, options, mask)
         else:
             op = _schema.attention_bwd if packing is None else _schema.varlen_attention_bwd
             grads = op(dout, dlse, q, k, v, out, lse, *(packing or ()), *options, mask)
-        dq, dk, dv = (g if wanted else None for g, wanted in zip(grads, mask, strict=True))
-        return None, dq, dk, dv, None, None
+        if all(mask):
+            return None, *grads, None, None
+        return None, *(g if wanted else None for g, wanted in zip(grads, mask, strict=True)), None, None
 
 
 class _Backward(_SingleLevelFunction):
