@@ -1,0 +1,405 @@
+// Forward kernel: one producer warpgroup keeps bulk copies in flight, each consumer warpgroup owns 64 rows.
+//
+// A consumer issues the scores of key tile i and, behind them, the output product of tile i - 1, then turns
+// the scores into probabilities while that product still runs. Since nothing rescales the output, it need not
+// wait for it.
+#pragma once
+
+#include "hopper_ptx.cuh"
+#include "hopper_schedule.cuh"
+#include "hopper_softcap.cuh"
+#include "hopper_wgmma.cuh"
+
+namespace softcap_hopper {
+
+template <int kHeadDim_, int kConsumers_, int kKeys_, int kStages_, bool kBf16_, bool kPacked_,
+          bool kTakeTurns_, bool kTwoProbabilities_, Tanh kTanh_, int kExp2Fma_>
+struct Config {
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kConsumers = kConsumers_;  // warpgroups of 64 rows
+  static constexpr int kKeys = kKeys_;            // keys a tile
+  static constexpr int kStages = kStages_;        // tiles of k, and of v, in shared memory
+  static constexpr bool kBf16 = kBf16_;
+  static constexpr bool kPacked = kPacked_;
+  static constexpr bool kTakeTurns = kTakeTurns_;  // consumers issue products in turn, not at once
+  static constexpr bool kTwoProbabilities =
+      kTwoProbabilities_;  // two sets of P: the output product never drains
+  static constexpr Tanh kTanh = kTanh_;
+  static constexpr int kExp2Fma = kExp2Fma_;
+
+  static constexpr int kRows = 64 * kConsumers;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kChunks = kHeadDim / 64;
+  static constexpr int kQueryBytes = 64 * kHeadDim * 2;  // one consumer's rows
+  static constexpr int kKeyBytes = kKeys * kHeadDim * 2;
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  static constexpr int kSharedBytes =
+      1024 + kConsumers * kQueryBytes + 2 * kStages * kKeyBytes + 8 * (2 * kConsumers + 4 * kStages);
+  static_assert(kSharedBytes <= 232448);
+  static_assert(kKeyBytes % 1024 == 0 && kKeys % 16 == 0);
+};
+
+// Addresses in shared memory.
+template <class C>
+struct Shared {
+  uint32_t base, barriers;
+  __device__ __forceinline__ explicit Shared(uint32_t raw)
+      : base((raw + 1023) & ~1023u),
+        barriers(base + C::kConsumers * C::kQueryBytes + 2 * C::kStages * C::kKeyBytes) {}
+  __device__ __forceinline__ uint32_t q(int consumer) const { return base + consumer * C::kQueryBytes; }
+  __device__ __forceinline__ uint32_t k(int stage) const {
+    return base + C::kConsumers * C::kQueryBytes + stage * C::kKeyBytes;
+  }
+  __device__ __forceinline__ uint32_t v(int stage) const { return k(C::kStages + stage); }
+  __device__ __forceinline__ uint32_t q_full(int consumer) const { return barriers + 8 * consumer; }
+  __device__ __forceinline__ uint32_t q_empty(int consumer) const { return q_full(C::kConsumers + consumer); }
+  __device__ __forceinline__ uint32_t k_full(int stage) const { return q_full(2 * C::kConsumers + stage); }
+  __device__ __forceinline__ uint32_t k_empty(int stage) const { return k_full(C::kStages + stage); }
+  __device__ __forceinline__ uint32_t v_full(int stage) const { return k_full(2 * C::kStages + stage); }
+  __device__ __forceinline__ uint32_t v_empty(int stage) const { return k_full(3 * C::kStages + stage); }
+};
+
+// A place in the ring of stages and the parity of its current use.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <class C>
+__device__ __forceinline__ void produce(const Problem& problem, const Shared<C>& shared,
+                                        const CUtensorMap* q_map, const CUtensorMap* k_map,
+                                        const CUtensorMap* v_map, int tiles) {
+  Ring<C::kStages> ring;
+  uint32_t q_parity = 0;
+  for (int round = 0; round * static_cast<int>(gridDim.x) < tiles; ++round) {
+    int index;
+    if (!tile_index(round, tiles, &index)) continue;
+    const Tile t = find_tile<C::kPacked, C::kRows, C::kKeys>(problem, index);
+    if (t.key_begin >= t.key_end) continue;
+    const int batch = C::kPacked ? 0 : t.sequence;
+    const int head_k = t.head / problem.heads_per_key;
+    const auto load = [&](uint32_t destination, const CUtensorMap* map, uint32_t full, uint32_t empty,
+                          int tile) {
+      barrier_wait(empty, ring.parity ^ 1);
+      barrier_expect_bytes(full, C::kKeyBytes);
+      copy_box(destination, map, full, 0, t.start_k + tile * C::kKeys, 0, head_k, batch);
+    };
+    for (int w = 0; w < C::kConsumers; ++w) {
+      barrier_wait(shared.q_empty(w), q_parity ^ 1);
+      barrier_expect_bytes(shared.q_full(w), C::kQueryBytes);
+      copy_box(shared.q(w), q_map, shared.q_full(w), 0, t.start_q + t.row + 64 * w, 0, t.head, batch);
+    }
+    q_parity ^= 1;
+    int tile = t.key_end - 1;
+    load(shared.k(ring.stage), k_map, shared.k_full(ring.stage), shared.k_empty(ring.stage), tile);
+    for (; tile > t.key_begin; --tile) {
+      const Ring<C::kStages> current = ring;
+      ring.advance();
+      load(shared.k(ring.stage), k_map, shared.k_full(ring.stage), shared.k_empty(ring.stage), tile - 1);
+      const Ring<C::kStages> next = ring;
+      ring = current;
+      load(shared.v(ring.stage), v_map, shared.v_full(ring.stage), shared.v_empty(ring.stage), tile);
+      ring = next;
+    }
+    load(shared.v(ring.stage), v_map, shared.v_full(ring.stage), shared.v_empty(ring.stage), tile);
+    ring.advance();
+  }
+}
+
+// The keys that a thread's two rows see, as columns of the score tile that starts at key 0.
+struct Visible {
+  int first[2], last[2];
+};
+
+template <int kCount>
+__device__ __forceinline__ void mask(float (&p)[kCount], const Visible& visible, int first_key) {
+  const int column = first_key + 2 * (threadIdx.x % 4);
+  const int first[2] = {visible.first[0] - column, visible.first[1] - column};
+  const int last[2] = {visible.last[0] - column, visible.last[1] - column};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int c = 8 * (i / 4) + i % 2;
+    if (c < first[i / 2 % 2] || c > last[i / 2 % 2]) p[i] = 0.f;
+  }
+}
+
+// Transposes 4 x 4 words over the four threads of a quad: afterwards thread q holds what each thread had in
+// x[q].
+__device__ __forceinline__ void transpose_quad(uint32_t& x0, uint32_t& x1, uint32_t& x2, uint32_t& x3) {
+  const auto exchange = [](uint32_t& low, uint32_t& high, int bit) {
+    const bool upper = threadIdx.x & bit;
+    const uint32_t received = __shfl_xor_sync(0xffffffff, upper ? low : high, bit);
+    (upper ? low : high) = received;
+  };
+  exchange(x0, x1, 1);
+  exchange(x2, x3, 1);
+  exchange(x0, x2, 2);
+  exchange(x1, x3, 2);
+}
+
+// Writes one consumer's 64 rows of out and lse.
+template <class C>
+__device__ __forceinline__ void write_rows(const Problem& problem, const Tile& t, int row,
+                                           const float (&o)[C::kHeadDim / 2], const float (&sum)[2],
+                                           float shift) {
+  const int quad = threadIdx.x % 4;
+  const int64_t batch = C::kPacked ? 0 : t.sequence;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float total = sum[r];
+    total += __shfl_xor_sync(0xffffffff, total, 1);
+    total += __shfl_xor_sync(0xffffffff, total, 2);
+    const float inverse = total == 0.f ? 0.f : 1.f / total;
+    const int i = row + 8 * r;
+    const bool valid = i < t.seqlen_q;
+    if (valid && quad == 0 && problem.lse != nullptr) {
+      const int64_t lse_row = C::kPacked ? t.head * problem.total_q + t.start_q + i
+                                         : (batch * problem.heads_q + t.head) * problem.seqlen_q + i;
+      problem.lse[lse_row] = total == 0.f ? -INFINITY : 0.69314718f * (shift + log2f(total));
+    }
+    uint16_t* out = static_cast<uint16_t*>(problem.out) + batch * problem.out_stride_batch +
+                    (t.start_q + i) * problem.out_stride_token + t.head * problem.out_stride_head;
+#pragma unroll
+    for (int b = 0; b < C::kHeadDim / 8; b += 4) {
+      uint32_t x[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int d = 4 * (b + j) + 2 * r;
+        x[j] = pack<C::kBf16>(o[d] * inverse, o[d + 1] * inverse);
+      }
+      transpose_quad(x[0], x[1], x[2], x[3]);
+      if (valid) *reinterpret_cast<uint4*>(out + 8 * (b + quad)) = make_uint4(x[0], x[1], x[2], x[3]);
+    }
+  }
+}
+
+// One consumer's rows that see no key: out 0, lse -inf. The last tile of the rows past the last packed
+// sequence goes on to their end, which no bound on the lengths covers.
+template <class C>
+__device__ __forceinline__ void write_empty(const Problem& problem, const Tile& t, int row) {
+  float o[C::kHeadDim / 2] = {};
+  const float sum[2] = {0.f, 0.f};
+  int end = min(t.row + C::kRows, t.seqlen_q);
+  if (C::kPacked && t.sequence == problem.batch && t.row + C::kRows >= problem.row_tiles * C::kRows)
+    end = t.seqlen_q;
+  for (int step = 0; t.row + step < end; step += C::kRows) write_rows<C>(problem, t, row + step, o, sum, 0.f);
+}
+
+template <class C>
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(const Problem& problem, const CapConstants& cap,
+                                      const Shared<C>& shared)
+      : problem_(problem),
+        cap_(cap),
+        shared_(shared),
+        consumer_(__shfl_sync(0xffffffff, threadIdx.x / 128 - 1, 0)) {
+  }  // the shuffle tells the compiler it is uniform
+
+  __device__ __forceinline__ void run(int tiles) {
+    uint32_t q_parity = 0;
+    if (C::kTakeTurns && consumer_ == C::kConsumers - 1) named_arrive(1, 256);
+    for (int round = 0; round * static_cast<int>(gridDim.x) < tiles; ++round) {
+      int index;
+      if (!tile_index(round, tiles, &index)) continue;
+      const Tile t = find_tile<C::kPacked, C::kRows, C::kKeys>(problem_, index);
+      const int row = t.row + 64 * consumer_ + 16 * (threadIdx.x / 32 % 4) + threadIdx.x % 32 / 4;
+      if (t.key_begin >= t.key_end) {
+        write_empty<C>(problem_, t, row);
+        continue;
+      }
+      attend(t, row, q_parity);
+      q_parity ^= 1;
+    }
+  }
+
+ private:
+  static constexpr int kScores = C::kKeys / 2;
+
+  __device__ __forceinline__ void release(uint32_t barrier) const {
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+  }
+
+  // Scores of one key tile; the products are in flight afterwards.
+  __device__ __forceinline__ void score(float (&s)[kScores], int stage) const {
+    const uint64_t a = row_descriptor(shared_.q(consumer_));
+    const uint64_t b = row_descriptor(shared_.k(stage));
+    pin(s);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < C::kHeadDim / 16; ++step) {
+      const int chunk = step / 4, bytes = step % 4 * 32;
+      Wgmma<C::kKeys, C::kBf16>::ss(s, a + ((chunk * 64 * 128 + bytes) >> 4),
+                                    b + ((chunk * C::kKeys * 128 + bytes) >> 4), step != 0);
+    }
+    wgmma_commit();
+  }
+
+  // Adds one value tile to the output; the products are in flight afterwards.
+  __device__ __forceinline__ void accumulate(float (&o)[C::kHeadDim / 2], uint32_t (&p)[kScores / 2],
+                                             int stage) const {
+    const uint64_t b = column_descriptor<C::kKeys>(shared_.v(stage));
+    pin(p);
+    pin(o);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < C::kKeys / 16; ++step) {
+      Wgmma<C::kHeadDim, C::kBf16>::rs(o, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3],
+                                       b + (step * 2048 >> 4));
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void to_probabilities(float (&s)[kScores], int tile) const {
+    exponentiate<C::kTanh, C::kExp2Fma>(s, cap_);
+    const int key = tile * C::kKeys;
+    if (key < free_begin_ || key + C::kKeys > free_end_) mask(s, visible_, key);
+  }
+
+  // One turn of the loop: the scores of `tile` beside the output product of the tile before it.
+  __device__ __forceinline__ void step(float (&s)[kScores], float (&o)[C::kHeadDim / 2],
+                                       uint32_t (&p)[kScores / 2], uint32_t (&p_next)[kScores / 2],
+                                       float (&sum)[2], int tile) {
+    const Ring<C::kStages> before = ring_;
+    ring_.advance();
+    barrier_wait(shared_.k_full(ring_.stage), ring_.parity);
+    if constexpr (C::kTakeTurns) named_sync(1 + consumer_, 256);
+    score(s, ring_.stage);
+    barrier_wait(shared_.v_full(before.stage), before.parity);
+    accumulate(o, p, before.stage);
+    if constexpr (C::kTakeTurns) named_arrive(1 + (consumer_ + 1) % C::kConsumers, 256);
+    wgmma_wait<1>();
+    pin(s);
+    release(shared_.k_empty(ring_.stage));
+    if constexpr (C::kTwoProbabilities) {
+      // The wait also covered the output product of the turn before: p_next is free, and so is its stage.
+      pin(p_next);
+      if (pending_ >= 0) release(shared_.v_empty(pending_));
+      pending_ = before.stage;
+      to_probabilities(s, tile);
+      pack_and_sum<C::kBf16>(s, p_next, sum);
+    } else {
+      to_probabilities(s, tile);
+      wgmma_wait<0>();
+      pin(o);
+      pin(p);
+      release(shared_.v_empty(before.stage));
+      pack_and_sum<C::kBf16>(s, p_next, sum);
+    }
+  }
+
+  __device__ __forceinline__ void finish(float (&o)[C::kHeadDim / 2], uint32_t (&p)[kScores / 2]) {
+    barrier_wait(shared_.v_full(ring_.stage), ring_.parity);
+    accumulate(o, p, ring_.stage);
+    wgmma_wait<0>();
+    pin(o);
+    pin(p);
+    if (C::kTwoProbabilities && pending_ >= 0) release(shared_.v_empty(pending_));
+    release(shared_.v_empty(ring_.stage));
+    ring_.advance();
+  }
+
+  __device__ __forceinline__ void attend(const Tile& t, int row, uint32_t q_parity) {
+    const int diagonal = t.seqlen_k - t.seqlen_q;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      visible_.first[r] = row + 8 * r + diagonal - problem_.left;
+      visible_.last[r] = min(row + 8 * r + diagonal + problem_.right, t.seqlen_k - 1);
+    }
+    // Keys [free_begin, free_end) are seen by all 64 rows.
+    const int first_row = t.row + 64 * consumer_;
+    free_begin_ = first_row + 63 + diagonal - problem_.left;
+    free_end_ = min(first_row + diagonal + problem_.right + 1, t.seqlen_k);
+
+    float s[kScores];
+    float o[C::kHeadDim / 2] = {};
+    uint32_t p[kScores / 2];
+    float sum[2] = {0.f, 0.f};
+    int tile = t.key_end - 1;
+    pending_ = -1;
+
+    barrier_wait(shared_.q_full(consumer_), q_parity);
+    barrier_wait(shared_.k_full(ring_.stage), ring_.parity);
+    score(s, ring_.stage);
+    wgmma_wait<0>();
+    pin(s);
+    release(shared_.k_empty(ring_.stage));
+    to_probabilities(s, tile);
+    pack_and_sum<C::kBf16>(s, p, sum);
+    --tile;
+    if constexpr (C::kTwoProbabilities) {
+      uint32_t p_other[kScores / 2];
+#pragma unroll
+      for (int i = 0; i < kScores / 2; ++i) p_other[i] = 0;
+      for (; tile > t.key_begin; tile -= 2) {
+        step(s, o, p, p_other, sum, tile);
+        step(s, o, p_other, p, sum, tile - 1);
+      }
+      if (tile == t.key_begin) {
+        step(s, o, p, p_other, sum, tile);
+        release(shared_.q_empty(consumer_));
+        finish(o, p_other);
+      } else {
+        release(shared_.q_empty(consumer_));
+        finish(o, p);
+      }
+    } else {
+      for (; tile >= t.key_begin; --tile) step(s, o, p, p, sum, tile);
+      release(shared_.q_empty(consumer_));
+      finish(o, p);
+    }
+    write_rows<C>(problem_, t, row, o, sum, cap_.shift);
+  }
+
+  const Problem& problem_;
+  const CapConstants& cap_;
+  const Shared<C>& shared_;
+  const int consumer_;
+  Ring<C::kStages> ring_;
+  Visible visible_;
+  int free_begin_, free_end_;
+  int pending_;  // stage of the value tile whose product was in flight before this turn, or -1
+};
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
+                   const __grid_constant__ CUtensorMap v_map, const __grid_constant__ Problem problem,
+                   const __grid_constant__ CapConstants cap, int tiles) {
+  extern __shared__ uint8_t memory[];
+  const Shared<C> shared(shared_address(memory));
+  if (threadIdx.x == 0) {
+    prefetch_map(&q_map);
+    prefetch_map(&k_map);
+    prefetch_map(&v_map);
+    for (int w = 0; w < C::kConsumers; ++w) {
+      barrier_init(shared.q_full(w), 1);
+      barrier_init(shared.q_empty(w), 4);
+    }
+    for (int s = 0; s < C::kStages; ++s) {
+      barrier_init(shared.k_full(s), 1);
+      barrier_init(shared.v_full(s), 1);
+      barrier_init(shared.k_empty(s), 4 * C::kConsumers);  // one arrival a warp
+      barrier_init(shared.v_empty(s), 4 * C::kConsumers);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    give_registers<C::kProducerRegisters>();
+    if (threadIdx.x == 0) produce<C>(problem, shared, &q_map, &k_map, &v_map, tiles);
+  } else {
+    take_registers<C::kConsumerRegisters>();
+    Consumer<C>(problem, cap, shared).run(tiles);
+  }
+}
+
+}  // namespace softcap_hopper
