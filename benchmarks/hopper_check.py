@@ -15,6 +15,7 @@ import json
 import math
 import statistics
 import sys
+import threading
 import time
 
 import torch
@@ -308,7 +309,7 @@ def peers(names):
     return found
 
 
-def measure(run, minimum_ms=12.0):
+def measure(run, minimum_ms=12.0, limit=100):
     """Median milliseconds a call over one burst of calls, each between its own pair of events."""
     run(0)
     count, times = 3, []
@@ -320,12 +321,49 @@ def measure(run, minimum_ms=12.0):
             events[i + 1].record()
         torch.cuda.synchronize()
         times = [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
-        if sum(times) >= minimum_ms or count >= 100:
+        if sum(times) >= minimum_ms or count >= limit:
             return statistics.median(times)
-        count = min(100, max(count + 1, int(count * minimum_ms / sum(times)) + 1))
+        count = min(limit, max(count + 1, int(count * minimum_ms / sum(times)) + 1))
 
 
-def time_all(libs, shapes, peer_names, rounds, softcap, kinds):
+class Clock:
+    """Samples the SM clock and the power while a block runs; None where NVML cannot be asked."""
+
+    def __init__(self):
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self.nvml, self.handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+        except Exception:
+            self.nvml = None
+
+    def __enter__(self):
+        self.samples, self.stop = [], threading.Event()
+        self.thread = threading.Thread(target=self.sample)
+        self.thread.start()
+        return self
+
+    def sample(self):
+        while self.nvml and not self.stop.wait(0.01):
+            self.samples.append(
+                (
+                    self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM),
+                    self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1000,
+                )
+            )
+
+    def __exit__(self, *unused):
+        self.stop.set()
+        self.thread.join()
+
+    def read(self):
+        """Mean (MHz, W) of the second half of the block."""
+        half = self.samples[len(self.samples) // 2 :]
+        return tuple(statistics.fmean(x) for x in zip(*half, strict=True)) if half else (math.nan, math.nan)
+
+
+def time_all(libs, shapes, peer_names, rounds, softcap, kinds, sustain_ms=0.0):
     others, rows = peers(peer_names), []
     for shape in shapes:
         b, s, hq, hk, d, causal, window = SHAPES[shape]
@@ -369,6 +407,16 @@ def time_all(libs, shapes, peer_names, rounds, softcap, kinds):
                     line.append(f"{name} {statistics.median(rates):.0f} ({rates[0]:.0f}-{rates[-1]:.0f})")
                     rows.append({"shape": shape, "inputs": kind, "softcap": softcap, "name": name, "tflops": rates})
             print(f"time {shape} {kind}: " + " | ".join(line), flush=True)
+            for name in times if sustain_ms else ():
+                if not times[name]:
+                    continue
+                with Clock() as clock:
+                    ms = measure(runs[name], sustain_ms, 100000)
+                mhz, watts = clock.read()
+                # 4096 bf16 operations a clock on each of the multiprocessors.
+                peak = 4096 * torch.cuda.get_device_properties(0).multi_processor_count * mhz * 1e6
+                rate = work / ms * 1e3
+                print(f"  {name:12s} {rate / 1e12:.0f} TFLOP/s at {mhz:.0f} MHz {watts:.0f} W: {rate / peak:.1%} of the tensor rate")
             del sets, runs
     return rows
 
@@ -383,6 +431,7 @@ def main():
     parser.add_argument("--peers", default="cudnn,fa3")
     parser.add_argument("--inputs", default="anchor")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sustain", type=float, default=0.0, help="also run each this many ms and read the clock")
     parser.add_argument("--softcap", type=float, default=50.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--out", default="")
@@ -406,7 +455,8 @@ def main():
     if args.check:
         print("FAILURES" if failures else "all right", len(failures), flush=True)
     if args.time:
-        rows = time_all(libs, args.shapes.split(","), args.peers.split(","), args.rounds, args.softcap, args.inputs.split(","))
+        shapes, peer_names, kinds = (x.split(",") for x in (args.shapes, args.peers, args.inputs))
+        rows = time_all(libs, shapes, peer_names, args.rounds, args.softcap, kinds, args.sustain)
         if args.out:
             with open(args.out, "w") as f:
                 json.dump(rows, f)
