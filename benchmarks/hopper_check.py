@@ -3,7 +3,7 @@
 usage: hopper_check.py --lib NAME=PATH[:head_dim,...] [--lib ...] [--check] [--time] [--shapes a,b] [--out FILE]
 
 --check compares out and lse with float64 eager on fresh random data: scores in the polynomial's range, mixed,
-hot (2.5 times the cap) and saturated throughout; causal, windows, GQA, ragged lengths, packed sequences, rows
+hot (2.5 times the cap), saturated throughout, all very negative, outliers; causal, windows, GQA, ragged lengths, packed sequences, rows
 that see nothing. Outputs are poisoned before each call and guarded by rows behind them.
 --time interleaves every build with the peers that import (cuDNN, FlashAttention-2 and -3), rotating over input
 sets, and prints the median TFLOP/s of the rounds, counting the visible part of masked work.
@@ -20,6 +20,7 @@ import time
 
 import torch
 
+KINDS = ("cold", "range", "mixed", "hot", "saturated", "sunk", "outliers")
 SOFTCAPS = (5.0, 30.0, 50.0, 64.0)
 
 
@@ -134,6 +135,14 @@ def draw(case, kind, softcap, generator):
         q = 0.2 * q + axis * 2
         k = 0.2 * k + axis * torch.randn(b, sk, hk, 1, device="cuda", generator=generator).sign()
         q *= 3.5 * softcap / (2 * math.sqrt(d) * 0.8)
+    elif kind == "sunk":  # every score far below the polynomial's range
+        axis = torch.randn(d, device="cuda", generator=generator).sign()
+        q = 0.1 * q + axis
+        k = (0.1 * k - axis) * softcap * d**-0.5
+    elif kind == "outliers":  # in range but for a few keys
+        outlier = torch.rand(b, sk, hk, 1, device="cuda", generator=generator) < 0.01
+        q = q * softcap / 40
+        k = torch.where(outlier, k * 20, k)
     elif kind != "cold":
         group = hq // hk
         peak = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(group, 2)).abs().max().item() * d**-0.5
@@ -170,7 +179,7 @@ def check_dense(name, lib, head_dims, seed, failures):
     worst = {}
     for d in head_dims:
         for index, (label, shape, causal, window) in enumerate(CASES):
-            for turn, kind in enumerate(("cold", "range", "mixed", "hot", "saturated")):
+            for turn, kind in enumerate(KINDS):
                 softcap = SOFTCAPS[(index + turn) % len(SOFTCAPS)]
                 q, k, v = draw((*shape, d), kind, softcap, generator)
                 if index % 3 == 1:  # strided inputs: heads before tokens, and a slice of a wider last dimension
@@ -190,13 +199,14 @@ def check_dense(name, lib, head_dims, seed, failures):
                 problems = []
                 if not err <= 2 * bound + 1e-6:
                     problems.append(f"out {err:.1e} eager {bound:.1e}")
-                if not err_lse <= max(2 * bound_lse, 1e-6):
+                # tanh.approx is off by up to 8e-6, the polynomials by 1.9e-5: of a logit, that times the cap.
+                if not err_lse <= max(2 * bound_lse, 2e-5):
                     problems.append(f"lse {err_lse:.1e} eager {bound_lse:.1e}")
                 if not (guard.isnan().all() and (lse_guard == 12345.0).all()):
                     problems.append("wrote past the end")
                 if not torch.equal(out, again):
                     problems.append("not the same twice")
-                if kind in ("hot", "saturated") and label not in ("one key",):
+                if kind in ("hot", "saturated") and label not in ("one key", "tiny"):
                     plain = eager(q, k, v, 0.0, scale, causal, window, torch.float64)[0]
                     if not relative(plain, ref) > 10 * err:
                         problems.append(f"blind to the cap {relative(plain, ref):.1e}")
@@ -210,7 +220,7 @@ def check_dense(name, lib, head_dims, seed, failures):
                     failures.append((name, d, label, kind, softcap))
                     if len(failures) < 30:
                         print(f"FAIL {name} d{d} {label} {kind} cap {softcap:g}: {'; '.join(problems)}", flush=True)
-        for kind in ("cold", "range", "mixed", "hot", "saturated"):
+        for kind in KINDS:
             e, ratio, el, ea = worst[d, kind]
             print(f"check {name:12s} d{d:<3d} {kind:9s} out {e:.2e} ({ratio:.2f} x eager) lse {el:.1e} abs {ea:.1e}", flush=True)
 

@@ -1,24 +1,25 @@
 // Forward, head_dim 256, bfloat16.
 #include "hopper_launch.cuh"
 
-// Keys a tile, stages, consumers in turn, two sets of probabilities, tanh, every n-th exp2 on the FMA pipes.
+// Consumers, keys a tile, stages, consumers in turn, drained output product, tanh, every n-th exp2 on the FMA
+// pipes.
 #ifndef SOFTCAP_D256_CONFIG
-#define SOFTCAP_D256_CONFIG 80, 2, true, false, Tanh::kUnit, 0
+#define SOFTCAP_D256_CONFIG 2, 80, 2, true, true, Tanh::kUnit, 0
 #endif
 
 namespace softcap_hopper {
 namespace {
 
-template <int kKeys, int kStages, bool kTurns, bool kTwo, Tanh kTanh, int kExp2Fma>
+template <int kConsumers, int kKeys, int kStages, bool kTurns, bool kDrain, Tanh kTanh, int kExp2Fma>
 int choose(const Args& args, const Problem& problem, const CapConstants& cap) {
 #ifndef SOFTCAP_DENSE_ONLY
   if (args.cu_seqlens_q != nullptr) {
-    return launch<Config<256, 2, kKeys, kStages, true, true, kTurns, kTwo, kTanh, kExp2Fma>>(args, problem,
-                                                                                             cap);
+    return launch<Config<256, kConsumers, kKeys, kStages, true, true, kTurns, kDrain, kTanh, kExp2Fma>>(
+        args, problem, cap);
   }
 #endif
-  return launch<Config<256, 2, kKeys, kStages, true, false, kTurns, kTwo, kTanh, kExp2Fma>>(args, problem,
-                                                                                            cap);
+  return launch<Config<256, kConsumers, kKeys, kStages, true, false, kTurns, kDrain, kTanh, kExp2Fma>>(
+      args, problem, cap);
 }
 
 }  // namespace

@@ -13,7 +13,7 @@
 namespace softcap_hopper {
 
 template <int kHeadDim_, int kConsumers_, int kKeys_, int kStages_, bool kBf16_, bool kPacked_,
-          bool kTakeTurns_, bool kTwoProbabilities_, Tanh kTanh_, int kExp2Fma_>
+          bool kTakeTurns_, bool kDrain_, Tanh kTanh_, int kExp2Fma_>
 struct Config {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = kConsumers_;  // warpgroups of 64 rows
@@ -22,8 +22,7 @@ struct Config {
   static constexpr bool kBf16 = kBf16_;
   static constexpr bool kPacked = kPacked_;
   static constexpr bool kTakeTurns = kTakeTurns_;  // consumers issue products in turn, not at once
-  static constexpr bool kTwoProbabilities =
-      kTwoProbabilities_;  // two sets of P: the output product never drains
+  static constexpr bool kDrain = kDrain_;          // wait for each output product before the next is issued
   static constexpr Tanh kTanh = kTanh_;
   static constexpr int kExp2Fma = kExp2Fma_;
 
@@ -223,6 +222,10 @@ class Consumer {
 
  private:
   static constexpr int kScores = C::kKeys / 2;
+  // Scores that go through the elementwise work together: enough to hide its latencies, few enough for the
+  // registers.
+  static constexpr int kChunk = kScores % 16 == 0 ? kScores / 2 : kScores % 24 == 0 ? 24 : kScores;
+  static_assert(kScores % kChunk == 0 && kChunk % 8 == 0);
 
   __device__ __forceinline__ void release(uint32_t barrier) const {
     if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
@@ -255,54 +258,100 @@ class Consumer {
       Wgmma<C::kHeadDim, C::kBf16>::rs(o, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3],
                                        b + (step * 2048 >> 4));
     }
-    wgmma_commit();
   }
 
-  __device__ __forceinline__ void to_probabilities(float (&s)[kScores], int tile) const {
-    exponentiate<C::kTanh, C::kExp2Fma>(s, cap_);
+  // Scores to probabilities in the A operand of the next product, and onto the row sums.
+  __device__ __forceinline__ void to_probabilities(float (&s)[kScores], uint32_t (&p)[kScores / 2],
+                                                   float (&sum)[2], int tile) {
     const int key = tile * C::kKeys;
-    if (key < free_begin_ || key + C::kKeys > free_end_) mask(s, visible_, key);
+    const bool masked = key < free_begin_ || key + C::kKeys > free_end_;
+    if constexpr (C::kTanh == Tanh::kUnit) {
+      by_unit<C::kExp2Fma>(s, s, cap_);
+      if (masked) mask(s, visible_, key);
+      float part[2][2] = {{sum[0], 0.f}, {sum[1], 0.f}};
+      sum_and_pack<C::kBf16>(s, p, part);
+      sum[0] = part[0][0] + part[0][1];
+      sum[1] = part[1][0] + part[1][1];
+    } else {
+      bool unit = masked || hot_;
+      // Twice at most. One body for both attempts, so that p has one definition and needs no second set of
+      // registers.
+      for (;;) {
+        // Nothing of one attempt is worth keeping in registers for the other.
+        pin(s);
+        int first_key = key;
+        asm volatile("" : "+r"(first_key));
+        float part[2][2] = {{sum[0], 0.f}, {sum[1], 0.f}};
+#pragma unroll
+        for (int begin = 0; begin < kScores; begin += kChunk) {
+          float e[kChunk];
+          if (unit) {
+            by_unit<C::kExp2Fma>(s + begin, e, cap_);
+            if (masked) mask(e, visible_, first_key + 2 * begin);
+          } else {
+            by_polynomial<C::kTanh>(s + begin, e, cap_);
+          }
+          sum_and_pack<C::kBf16>(e, p + begin / 2, part);
+        }
+        const float trial[2] = {part[0][0] + part[0][1], part[1][0] + part[1][1]};
+        // A NaN is neither.
+        const bool small = trial[0] <= cap_.most && trial[1] <= cap_.most;
+        const bool large = trial[0] >= cap_.least && trial[1] >= cap_.least;
+        if (unit || __all_sync(0xffffffff, small && large)) {
+          sum[0] = trial[0];
+          sum[1] = trial[1];
+          break;
+        }
+        hot_ = !__all_sync(0xffffffff, small);  // a sum that is too large stays so for the rest of these rows
+        unit = true;
+      }
+    }
   }
 
-  // One turn of the loop: the scores of `tile` beside the output product of the tile before it.
+  // One turn of the loop: the scores of `tile` beside the output product of the tile before it, then from
+  // scores to probabilities while that product runs. The first turn has no product; its group is empty.
   __device__ __forceinline__ void step(float (&s)[kScores], float (&o)[C::kHeadDim / 2],
                                        uint32_t (&p)[kScores / 2], uint32_t (&p_next)[kScores / 2],
-                                       float (&sum)[2], int tile) {
-    const Ring<C::kStages> before = ring_;
-    ring_.advance();
+                                       float (&sum)[2], int tile, bool first) {
+    const int before = ring_.stage;
+    const uint32_t before_parity = ring_.parity;
+    if (!first) ring_.advance();
     barrier_wait(shared_.k_full(ring_.stage), ring_.parity);
     if constexpr (C::kTakeTurns) named_sync(1 + consumer_, 256);
     score(s, ring_.stage);
-    barrier_wait(shared_.v_full(before.stage), before.parity);
-    accumulate(o, p, before.stage);
+    if (!first) {
+      barrier_wait(shared_.v_full(before), before_parity);
+      accumulate(o, p, before);
+    }
+    wgmma_commit();
     if constexpr (C::kTakeTurns) named_arrive(1 + (consumer_ + 1) % C::kConsumers, 256);
     wgmma_wait<1>();
     pin(s);
+    pin(p_next);
     release(shared_.k_empty(ring_.stage));
-    if constexpr (C::kTwoProbabilities) {
-      // The wait also covered the output product of the turn before: p_next is free, and so is its stage.
-      pin(p_next);
+    if constexpr (!C::kDrain) {
+      // The wait also covered the output product of the turn before.
       if (pending_ >= 0) release(shared_.v_empty(pending_));
-      pending_ = before.stage;
-      to_probabilities(s, tile);
-      pack_and_sum<C::kBf16>(s, p_next, sum);
-    } else {
-      to_probabilities(s, tile);
+      pending_ = first ? -1 : before;
+    }
+    to_probabilities(s, p_next, sum, tile);
+    if constexpr (C::kDrain) {
       wgmma_wait<0>();
       pin(o);
       pin(p);
-      release(shared_.v_empty(before.stage));
-      pack_and_sum<C::kBf16>(s, p_next, sum);
+      if (!first) release(shared_.v_empty(before));
     }
   }
 
   __device__ __forceinline__ void finish(float (&o)[C::kHeadDim / 2], uint32_t (&p)[kScores / 2]) {
+    release(shared_.q_empty(consumer_));
     barrier_wait(shared_.v_full(ring_.stage), ring_.parity);
     accumulate(o, p, ring_.stage);
+    wgmma_commit();
     wgmma_wait<0>();
     pin(o);
     pin(p);
-    if (C::kTwoProbabilities && pending_ >= 0) release(shared_.v_empty(pending_));
+    if (!C::kDrain && pending_ >= 0) release(shared_.v_empty(pending_));
     release(shared_.v_empty(ring_.stage));
     ring_.advance();
   }
@@ -318,43 +367,29 @@ class Consumer {
     const int first_row = t.row + 64 * consumer_;
     free_begin_ = first_row + 63 + diagonal - problem_.left;
     free_end_ = min(first_row + diagonal + problem_.right + 1, t.seqlen_k);
+    pending_ = -1;
+    hot_ = cap_.least > cap_.most;
 
-    float s[kScores];
+    float s[kScores] = {};
     float o[C::kHeadDim / 2] = {};
-    uint32_t p[kScores / 2];
+    // Two sets of probabilities, in turn: one is still being read while the other is written.
+    uint32_t p[kScores / 2] = {}, p_other[kScores / 2] = {};
     float sum[2] = {0.f, 0.f};
     int tile = t.key_end - 1;
-    pending_ = -1;
-
+    bool first = true;
     barrier_wait(shared_.q_full(consumer_), q_parity);
-    barrier_wait(shared_.k_full(ring_.stage), ring_.parity);
-    score(s, ring_.stage);
-    wgmma_wait<0>();
-    pin(s);
-    release(shared_.k_empty(ring_.stage));
-    to_probabilities(s, tile);
-    pack_and_sum<C::kBf16>(s, p, sum);
-    --tile;
-    if constexpr (C::kTwoProbabilities) {
-      uint32_t p_other[kScores / 2];
-#pragma unroll
-      for (int i = 0; i < kScores / 2; ++i) p_other[i] = 0;
-      for (; tile > t.key_begin; tile -= 2) {
-        step(s, o, p, p_other, sum, tile);
-        step(s, o, p_other, p, sum, tile - 1);
-      }
-      if (tile == t.key_begin) {
-        step(s, o, p, p_other, sum, tile);
-        release(shared_.q_empty(consumer_));
-        finish(o, p_other);
-      } else {
-        release(shared_.q_empty(consumer_));
+    for (;;) {
+      step(s, o, p_other, p, sum, tile, first);
+      if (tile-- == t.key_begin) {
         finish(o, p);
+        break;
       }
-    } else {
-      for (; tile >= t.key_begin; --tile) step(s, o, p, p, sum, tile);
-      release(shared_.q_empty(consumer_));
-      finish(o, p);
+      step(s, o, p, p_other, sum, tile, false);
+      if (tile-- == t.key_begin) {
+        finish(o, p_other);
+        break;
+      }
+      first = false;
     }
     write_rows<C>(problem_, t, row, o, sum, cap_.shift);
   }
@@ -366,6 +401,7 @@ class Consumer {
   Ring<C::kStages> ring_;
   Visible visible_;
   int free_begin_, free_end_;
+  bool hot_;     // these rows have left the polynomial's range
   int pending_;  // stage of the value tile whose product was in flight before this turn, or -1
 };
 

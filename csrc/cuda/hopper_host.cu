@@ -2,6 +2,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <math.h>
+#include <string.h>
 
 #include "hopper_launch.cuh"
 
@@ -35,28 +36,36 @@ EncodeTiled find_encode() {
 bool aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 bool aligned(int64_t stride, int64_t size) { return size <= 1 || (stride >= 0 && stride % 8 == 0); }
 
-// Coefficients of tanh(u) ~ u p(u^2), minimax in absolute error: 1.5e-5 for |u| <= 0.9.
-constexpr double kPolynomial4[4] = {0.99984598, -0.33061599, 0.12006962, -0.02813998};
-constexpr double kRange4 = 0.9;
-// 1.9e-5 for |u| <= 1.25.
-constexpr double kPolynomial5[5] = {0.99982321, -0.33082868, 0.12314661, -0.03591542, 0.00538454};
-constexpr double kRange5 = 1.25;
+// tanh(u) ~ u p(u^2) for |u| <= range, minimax in absolute error.
+struct Fit {
+  double range, error;
+  double coefficients[5];
+};
+constexpr Fit kFits[2] = {
+    {0.6, 1.7e-05, {0.99979379, -0.32855240, 0.10491172}},
+    {1.25, 1.9e-5, {0.99982321, -0.33082868, 0.12314661, -0.03591542, 0.00538454}},
+};
 
 }  // namespace
 
-void fill_polynomial(CapConstants* cap, int coefficients) {
+void fill_polynomial(CapConstants* cap, int coefficients, int keys) {
+  const Fit& fit = kFits[coefficients == 5];
   const double inner = cap->inner;
-  const double* source = coefficients == 5 ? kPolynomial5 : kPolynomial4;
   double factor = cap->outer * inner;
   bool normal = inner != 0;
-  for (int i = 0; i < 5; ++i) {
-    const double c = i < coefficients ? source[i] * factor : 0.;
+  for (int i = 0; i < coefficients; ++i) {
+    const double c = fit.coefficients[i] * factor;
     cap->polynomial[i] = static_cast<float>(c);
-    if (i < coefficients && !(fabs(c) > 1e-37 && fabs(c) < 1e37)) normal = false;
+    if (!(fabs(c) > 1e-37 && fabs(c) < 1e37)) normal = false;  // float32 could not hold it
     factor *= inner * inner;
   }
-  // Coefficients that float32 cannot hold: no score takes the polynomial.
-  cap->range = normal ? static_cast<float>((coefficients == 5 ? kRange5 : kRange4) / fabs(inner)) : -1.f;
+  // A probability at the upper end of the range; and the sum beside which those of all keys at the lower end
+  // come to 2^-14.
+  const double end = cap->outer * tanh(fit.range);
+  const double most = exp2(end - cap->shift), least = exp2(14. - end - cap->shift) * keys;
+  const bool usable = normal && most < 1e38 && least < most;
+  cap->most = usable ? static_cast<float>(most) : -1.f;
+  cap->least = usable ? static_cast<float>(least) : 0.f;
 }
 
 int multiprocessors() {

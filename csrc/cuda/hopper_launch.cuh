@@ -42,15 +42,15 @@ int launch_d256(const Args& args, const Problem& problem, const CapConstants& ca
 int encode_map(CUtensorMap* map, const void* data, int head_dim, int dtype, int64_t tokens, int heads,
                int batch, int64_t stride_token, int64_t stride_head, int64_t stride_batch, int rows);
 
-// Folds softcap and scale into the coefficients of the tanh polynomial and its range.
-void fill_polynomial(CapConstants* cap, int coefficients);
+// Folds softcap and scale into a polynomial of 3 or 5 coefficients and the sums that prove it in range.
+void fill_polynomial(CapConstants* cap, int coefficients, int keys);
 
 // Multiprocessors of the current device, 0 on failure.
 int multiprocessors();
 
 template <class C>
 int launch(const Args& a, Problem problem, CapConstants cap) {
-  fill_polynomial(&cap, C::kTanh == Tanh::kPolynomial5 ? 5 : 4);
+  fill_polynomial(&cap, C::kTanh == Tanh::kPolynomial5 ? 5 : 3, a.seqlen_k);
   const bool packed = a.cu_seqlens_q != nullptr;
   CUtensorMap q_map, k_map, v_map;
   const int batch = packed ? 1 : a.batch;

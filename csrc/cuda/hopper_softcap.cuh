@@ -2,6 +2,14 @@
 //
 // The cap bounds the exponent, so one constant shift stands in for the row maximum: nothing is compared
 // across threads and the output is never rescaled.
+//
+// tanh costs the special-function unit as much as exp2 does, and that unit is the bottleneck. Within a range
+// an odd polynomial does its work on the multiply-add pipes. Looking at every score to see whether it is in
+// range would cost as much again, so the range is checked on the sums instead. With three or five
+// coefficients the polynomial rises everywhere and, out of range, leaves tanh on the outer side. So if a sum
+// of probabilities is at most what one score at the upper end of the range contributes, no score was above
+// the range; and a score below it contributes too little to matter once the sum is at least `least`, since
+// sums only grow.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,17 +20,18 @@ namespace softcap_hopper {
 
 // Everything the exponent needs, folded on the host.
 struct CapConstants {
-  float inner;          // scale / softcap
-  float outer;          // softcap * log2(e)
-  float shift;          // exponent subtracted from every score
-  float range;          // raw scores up to this size may take the polynomial
-  float polynomial[5];  // outer * tanh(inner * s) = s * p(s^2) within range, lowest power first
+  float inner;  // scale / softcap
+  float outer;  // softcap * log2(e)
+  float shift;  // exponent subtracted from every score
+  float least,
+      most;  // the polynomial holds where a thread's sum of a row is in [least, most]; least > most: never
+  float polynomial[5];  // outer * tanh(inner * s) = s * p(s^2) within range, lowest first
 };
 
 // How tanh and exp2 share the special-function unit (16 results a clock an SM) and the multiply-add pipes.
 enum class Tanh {
   kUnit,         // tanh.approx always
-  kPolynomial4,  // 4 coefficients where a whole warp's tile is in range, else tanh.approx
+  kPolynomial3,  // this many coefficients where a warp's whole tile is in range, else tanh.approx
   kPolynomial5,
 };
 
@@ -56,38 +65,6 @@ __device__ __forceinline__ float exp2_shared(float x, int index) {
   return exp2_unit(x);
 }
 
-// Scores to probabilities, in place.
-template <Tanh kTanh, int kExp2Fma, int kCount>
-__device__ __forceinline__ void exponentiate(float (&s)[kCount], const CapConstants& cap) {
-  if constexpr (kTanh != Tanh::kUnit) {
-    float largest[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) largest[i % 4] = fmaxf(largest[i % 4], fabsf(s[i]));
-    const float m = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-    if (__all_sync(0xffffffff, m <= cap.range)) {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const float v = s[i] * s[i];
-        float p;
-        if constexpr (kTanh == Tanh::kPolynomial5) {
-          p = fmaf(cap.polynomial[4], v, cap.polynomial[3]);
-          p = fmaf(p, v, cap.polynomial[2]);
-        } else {
-          p = fmaf(cap.polynomial[3], v, cap.polynomial[2]);
-        }
-        p = fmaf(p, v, cap.polynomial[1]);
-        p = fmaf(p, v, cap.polynomial[0]);
-        s[i] = exp2_unit(fmaf(s[i], p, -cap.shift));
-      }
-      return;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    s[i] = exp2_shared<kExp2Fma>(fmaf(cap.outer, tanh_unit(s[i] * cap.inner), -cap.shift), i);
-  }
-}
-
 template <bool kBf16>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   uint32_t packed;
@@ -99,29 +76,43 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return packed;
 }
 
-// Rounds the probabilities to the A operand of the next product and adds them to the row sums: the rounded
-// values, so that the rounding of numerator and denominator is the same.
+// Adds to the row sums and packs into the A operand of the next product, for a multiple of 8 scores. The sums
+// take the probabilities unrounded: lse stays exact to float32, and the rounding of P averages out of out.
 template <bool kBf16, int kCount>
-__device__ __forceinline__ void pack_and_sum(const float (&s)[kCount], uint32_t (&p)[kCount / 2],
-                                             float (&sum)[2]) {
-  float part[2][2] = {{sum[0], 0.f}, {sum[1], 0.f}};
+__device__ __forceinline__ void sum_and_pack(const float (&e)[kCount], uint32_t* p, float (&part)[2][2]) {
 #pragma unroll
   for (int j = 0; j < kCount / 2; ++j) {
-    p[j] = pack<kBf16>(s[2 * j], s[2 * j + 1]);
-    float low, high;
-    if constexpr (kBf16) {
-      low = __uint_as_float(p[j] << 16);
-      high = __uint_as_float(p[j] & 0xffff0000u);
-    } else {
-      const float2 both = __half22float2(*reinterpret_cast<const __half2*>(&p[j]));
-      low = both.x;
-      high = both.y;
-    }
-    part[j % 2][j / 2 % 2] += low;
-    part[j % 2][j / 2 % 2] += high;
+    part[j % 2][j / 2 % 2] += e[2 * j];
+    part[j % 2][j / 2 % 2] += e[2 * j + 1];
+    p[j] = pack<kBf16>(e[2 * j], e[2 * j + 1]);
   }
-  sum[0] = part[0][0] + part[0][1];
-  sum[1] = part[1][0] + part[1][1];
+}
+
+// A chunk of scores by the polynomial.
+template <Tanh kTanh, int kCount>
+__device__ __forceinline__ void by_polynomial(const float* s, float (&e)[kCount], const CapConstants& cap) {
+  constexpr int kTop = kTanh == Tanh::kPolynomial5 ? 4 : 2;
+  float v[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) v[i] = s[i] * s[i];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) e[i] = fmaf(cap.polynomial[kTop], v[i], cap.polynomial[kTop - 1]);
+#pragma unroll
+  for (int c = kTop - 2; c >= 0; --c) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) e[i] = fmaf(e[i], v[i], cap.polynomial[c]);
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) e[i] = exp2_unit(fmaf(s[i], e[i], -cap.shift));
+}
+
+// A chunk of scores by tanh.approx.
+template <int kExp2Fma, int kCount>
+__device__ __forceinline__ void by_unit(const float* s, float (&e)[kCount], const CapConstants& cap) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    e[i] = exp2_shared<kExp2Fma>(fmaf(cap.outer, tanh_unit(s[i] * cap.inner), -cap.shift), i);
+  }
 }
 
 }  // namespace softcap_hopper

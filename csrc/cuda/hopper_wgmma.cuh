@@ -57,8 +57,11 @@ __device__ __forceinline__ void pin(uint32_t (&x)[kCount]) {
 #define SOFTCAP_D32(i) SOFTCAP_D8(i), SOFTCAP_D8(i + 8), SOFTCAP_D8(i + 16), SOFTCAP_D8(i + 24)
 #define SOFTCAP_BIND_64 SOFTCAP_D32(0)
 #define SOFTCAP_BIND_80 SOFTCAP_BIND_64, SOFTCAP_D8(32)
-#define SOFTCAP_BIND_128 SOFTCAP_BIND_64, SOFTCAP_D32(32)
-#define SOFTCAP_BIND_160 SOFTCAP_BIND_128, SOFTCAP_D8(64), SOFTCAP_D8(72)
+#define SOFTCAP_BIND_96 SOFTCAP_BIND_80, SOFTCAP_D8(40)
+#define SOFTCAP_BIND_112 SOFTCAP_BIND_96, SOFTCAP_D8(48)
+#define SOFTCAP_BIND_128 SOFTCAP_BIND_112, SOFTCAP_D8(56)
+#define SOFTCAP_BIND_144 SOFTCAP_BIND_128, SOFTCAP_D8(64)
+#define SOFTCAP_BIND_160 SOFTCAP_BIND_144, SOFTCAP_D8(72)
 #define SOFTCAP_BIND_176 SOFTCAP_BIND_160, SOFTCAP_D8(80)
 #define SOFTCAP_BIND_192 SOFTCAP_BIND_176, SOFTCAP_D8(88)
 #define SOFTCAP_BIND_256 SOFTCAP_BIND_192, SOFTCAP_D32(96)
@@ -67,16 +70,17 @@ __device__ __forceinline__ void pin(uint32_t (&x)[kCount]) {
   "28,"                                                                                                     \
   "%29,%30,%31"
 #define SOFTCAP_NAME_80 SOFTCAP_NAME_64 ",%32,%33,%34,%35,%36,%37,%38,%39"
-#define SOFTCAP_NAME_128 \
-  SOFTCAP_NAME_80        \
-      ",%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define SOFTCAP_NAME_160 SOFTCAP_NAME_128 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define SOFTCAP_NAME_96 SOFTCAP_NAME_80 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define SOFTCAP_NAME_112 SOFTCAP_NAME_96 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define SOFTCAP_NAME_128 SOFTCAP_NAME_112 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define SOFTCAP_NAME_144 SOFTCAP_NAME_128 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define SOFTCAP_NAME_160 SOFTCAP_NAME_144 ",%72,%73,%74,%75,%76,%77,%78,%79"
 #define SOFTCAP_NAME_176 SOFTCAP_NAME_160 ",%80,%81,%82,%83,%84,%85,%86,%87"
 #define SOFTCAP_NAME_192 SOFTCAP_NAME_176 ",%88,%89,%90,%91,%92,%93,%94,%95"
-#define SOFTCAP_NAME_256                                                                        \
-  SOFTCAP_NAME_192                                                                              \
-      ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113," \
-      "%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define SOFTCAP_NAME_256                                                                    \
+  SOFTCAP_NAME_192                                                                          \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113," \
+  "%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
 template <int kN, bool kBf16>
 struct Wgmma;
@@ -113,7 +117,10 @@ struct Wgmma;
 
 SOFTCAP_WGMMA(64, 32, 33, 34, 35, 36);
 SOFTCAP_WGMMA(80, 40, 41, 42, 43, 44);
+SOFTCAP_WGMMA(96, 48, 49, 50, 51, 52);
+SOFTCAP_WGMMA(112, 56, 57, 58, 59, 60);
 SOFTCAP_WGMMA(128, 64, 65, 66, 67, 68);
+SOFTCAP_WGMMA(144, 72, 73, 74, 75, 76);
 SOFTCAP_WGMMA(160, 80, 81, 82, 83, 84);
 SOFTCAP_WGMMA(176, 88, 89, 90, 91, 92);
 SOFTCAP_WGMMA(192, 96, 97, 98, 99, 100);
