@@ -4,7 +4,7 @@
 // Consumers, keys a tile, stages, consumers in turn, drained output product, tanh, every n-th exp2 on the FMA
 // pipes.
 #ifndef SOFTCAP_D256_CONFIG
-#define SOFTCAP_D256_CONFIG 2, 80, 2, true, true, Tanh::kUnit, 0
+#define SOFTCAP_D256_CONFIG 2, 80, 2, false, true, Tanh::kUnit, 0
 #endif
 
 namespace softcap_hopper {

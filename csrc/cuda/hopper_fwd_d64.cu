@@ -4,7 +4,7 @@
 // Consumers, keys a tile, stages, consumers in turn, drained output product, tanh, every n-th exp2 on the FMA
 // pipes.
 #ifndef SOFTCAP_D64_CONFIG
-#define SOFTCAP_D64_CONFIG 2, 128, 3, true, false, Tanh::kPolynomial3, 4
+#define SOFTCAP_D64_CONFIG 3, 96, 3, true, false, Tanh::kPolynomial3, 4
 #endif
 
 namespace softcap_hopper {

@@ -78,9 +78,8 @@ __device__ __forceinline__ void produce(const Problem& problem, const Shared<C>&
                                         const CUtensorMap* v_map, int tiles) {
   Ring<C::kStages> ring;
   uint32_t q_parity = 0;
-  for (int round = 0; round * static_cast<int>(gridDim.x) < tiles; ++round) {
-    int index;
-    if (!tile_index(round, tiles, &index)) continue;
+  Walk walk;
+  for (int index; walk.next(problem, tiles, &index);) {
     const Tile t = find_tile<C::kPacked, C::kRows, C::kKeys>(problem, index);
     if (t.key_begin >= t.key_end) continue;
     const int batch = C::kPacked ? 0 : t.sequence;
@@ -121,12 +120,18 @@ struct Visible {
 template <int kCount>
 __device__ __forceinline__ void mask(float (&p)[kCount], const Visible& visible, int first_key) {
   const int column = first_key + 2 * (threadIdx.x % 4);
-  const int first[2] = {visible.first[0] - column, visible.first[1] - column};
   const int last[2] = {visible.last[0] - column, visible.last[1] - column};
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const int c = 8 * (i / 4) + i % 2;
-    if (c < first[i / 2 % 2] || c > last[i / 2 % 2]) p[i] = 0.f;
+    if (8 * (i / 4) + i % 2 > last[i / 2 % 2]) p[i] = 0.f;
+  }
+  // Most masks have no left side.
+  const int first[2] = {visible.first[0] - column, visible.first[1] - column};
+  if (__any_sync(0xffffffff, max(first[0], first[1]) > 0)) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (8 * (i / 4) + i % 2 < first[i / 2 % 2]) p[i] = 0.f;
+    }
   }
 }
 
@@ -144,19 +149,21 @@ __device__ __forceinline__ void transpose_quad(uint32_t& x0, uint32_t& x1, uint3
   exchange(x1, x3, 2);
 }
 
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffff, x, 1);
+  return x + __shfl_xor_sync(0xffffffff, x, 2);
+}
+
 // Writes one consumer's 64 rows of out and lse.
 template <class C>
 __device__ __forceinline__ void write_rows(const Problem& problem, const Tile& t, int row,
-                                           const float (&o)[C::kHeadDim / 2], const float (&sum)[2],
-                                           float shift) {
+                                           const float (&o)[C::kHeadDim / 2], const Sums& sums, float shift) {
   const int quad = threadIdx.x % 4;
   const int64_t batch = C::kPacked ? 0 : t.sequence;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float total = sum[r];
-    total += __shfl_xor_sync(0xffffffff, total, 1);
-    total += __shfl_xor_sync(0xffffffff, total, 2);
-    const float inverse = total == 0.f ? 0.f : 1.f / total;
+    const float total = quad_sum(sums.exact[r]), rounded = quad_sum(sums.rounded[r]);
+    const float inverse = rounded == 0.f ? 0.f : 1.f / rounded;
     const int i = row + 8 * r;
     const bool valid = i < t.seqlen_q;
     if (valid && quad == 0 && problem.lse != nullptr) {
@@ -185,11 +192,12 @@ __device__ __forceinline__ void write_rows(const Problem& problem, const Tile& t
 template <class C>
 __device__ __forceinline__ void write_empty(const Problem& problem, const Tile& t, int row) {
   float o[C::kHeadDim / 2] = {};
-  const float sum[2] = {0.f, 0.f};
+  const Sums sums = {};
   int end = min(t.row + C::kRows, t.seqlen_q);
   if (C::kPacked && t.sequence == problem.batch && t.row + C::kRows >= problem.row_tiles * C::kRows)
     end = t.seqlen_q;
-  for (int step = 0; t.row + step < end; step += C::kRows) write_rows<C>(problem, t, row + step, o, sum, 0.f);
+  for (int step = 0; t.row + step < end; step += C::kRows)
+    write_rows<C>(problem, t, row + step, o, sums, 0.f);
 }
 
 template <class C>
@@ -204,31 +212,61 @@ class Consumer {
   }  // the shuffle tells the compiler it is uniform
 
   __device__ __forceinline__ void run(int tiles) {
-    uint32_t q_parity = 0;
     if (C::kTakeTurns && consumer_ == C::kConsumers - 1) named_arrive(1, 256);
-    for (int round = 0; round * static_cast<int>(gridDim.x) < tiles; ++round) {
-      int index;
-      if (!tile_index(round, tiles, &index)) continue;
-      const Tile t = find_tile<C::kPacked, C::kRows, C::kKeys>(problem_, index);
-      const int row = t.row + 64 * consumer_ + 16 * (threadIdx.x / 32 % 4) + threadIdx.x % 32 / 4;
-      if (t.key_begin >= t.key_end) {
-        write_empty<C>(problem_, t, row);
-        continue;
+    float s[kScores];
+    float o[C::kHeadDim / 2];
+    Walk walk;
+    Tile t;
+    if (!next(&walk, tiles, &t)) return;
+    start(s);
+    for (;;) {
+      const Sums sums = attend(s, o, t);
+      const Tile done = t;
+      if (!next(&walk, tiles, &t)) {
+        write_rows<C>(problem_, done, thread_row(done), o, sums, cap_.shift);
+        return;
       }
-      attend(t, row, q_parity);
-      q_parity ^= 1;
+      // The first scores of the next rows are on their way while these rows are written.
+      start(s);
+      write_rows<C>(problem_, done, thread_row(done), o, sums, cap_.shift);
     }
   }
 
  private:
   static constexpr int kScores = C::kKeys / 2;
-  // Scores that go through the elementwise work together: enough to hide its latencies, few enough for the
-  // registers.
-  static constexpr int kChunk = kScores % 16 == 0 ? kScores / 2 : kScores % 24 == 0 ? 24 : kScores;
+  // Scores between two looks at which of the two ways to take.
+#ifdef KCHUNK
+  static constexpr int kChunk = KCHUNK;
+#else
+  static constexpr int kChunk = kScores;
+#endif
   static_assert(kScores % kChunk == 0 && kChunk % 8 == 0);
 
   __device__ __forceinline__ void release(uint32_t barrier) const {
     if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+  }
+
+  // The first of this thread's two rows.
+  __device__ __forceinline__ int thread_row(const Tile& t) const {
+    return t.row + 64 * consumer_ + 16 * (threadIdx.x / 32 % 4) + threadIdx.x % 32 / 4;
+  }
+
+  // The next tile that sees any key; writes the rows of those before it, which see none.
+  __device__ __forceinline__ bool next(Walk* walk, int tiles, Tile* t) const {
+    for (int index; walk->next(problem_, tiles, &index);) {
+      *t = find_tile<C::kPacked, C::kRows, C::kKeys>(problem_, index);
+      if (t->key_begin < t->key_end) return true;
+      write_empty<C>(problem_, *t, thread_row(*t));
+    }
+    return false;
+  }
+
+  // Issues the first scores of a tile of rows.
+  __device__ __forceinline__ void start(float (&s)[kScores]) {
+    barrier_wait(shared_.q_full(consumer_), q_parity_);
+    q_parity_ ^= 1;
+    barrier_wait(shared_.k_full(ring_.stage), ring_.parity);
+    score(s, ring_.stage);
   }
 
   // Scores of one key tile; the products are in flight afterwards.
@@ -258,20 +296,22 @@ class Consumer {
       Wgmma<C::kHeadDim, C::kBf16>::rs(o, p[4 * step], p[4 * step + 1], p[4 * step + 2], p[4 * step + 3],
                                        b + (step * 2048 >> 4));
     }
+    wgmma_commit();
   }
 
   // Scores to probabilities in the A operand of the next product, and onto the row sums.
   __device__ __forceinline__ void to_probabilities(float (&s)[kScores], uint32_t (&p)[kScores / 2],
-                                                   float (&sum)[2], int tile) {
+                                                   Sums& sums, int tile) {
     const int key = tile * C::kKeys;
     const bool masked = key < free_begin_ || key + C::kKeys > free_end_;
     if constexpr (C::kTanh == Tanh::kUnit) {
       by_unit<C::kExp2Fma>(s, s, cap_);
-      if (masked) mask(s, visible_, key);
-      float part[2][2] = {{sum[0], 0.f}, {sum[1], 0.f}};
-      sum_and_pack<C::kBf16>(s, p, part);
-      sum[0] = part[0][0] + part[0][1];
-      sum[1] = part[1][0] + part[1][1];
+      if (masked) {
+        mask(s, visible_, key);
+        sum_and_pack<true, C::kBf16>(s, p, sums);
+      } else {
+        sum_and_pack<false, C::kBf16>(s, p, sums);
+      }
     } else {
       bool unit = masked || hot_;
       // Twice at most. One body for both attempts, so that p has one definition and needs no second set of
@@ -281,25 +321,28 @@ class Consumer {
         pin(s);
         int first_key = key;
         asm volatile("" : "+r"(first_key));
-        float part[2][2] = {{sum[0], 0.f}, {sum[1], 0.f}};
+        Sums trial = sums;
 #pragma unroll
         for (int begin = 0; begin < kScores; begin += kChunk) {
           float e[kChunk];
           if (unit) {
             by_unit<C::kExp2Fma>(s + begin, e, cap_);
-            if (masked) mask(e, visible_, first_key + 2 * begin);
+            if (masked) {
+              mask(e, visible_, first_key + 2 * begin);
+              sum_and_pack<true, C::kBf16>(e, p + begin / 2, trial);
+            } else {
+              sum_and_pack<false, C::kBf16>(e, p + begin / 2, trial);
+            }
           } else {
             by_polynomial<C::kTanh>(s + begin, e, cap_);
+            sum_and_pack<false, C::kBf16>(e, p + begin / 2, trial);
           }
-          sum_and_pack<C::kBf16>(e, p + begin / 2, part);
         }
-        const float trial[2] = {part[0][0] + part[0][1], part[1][0] + part[1][1]};
         // A NaN is neither.
-        const bool small = trial[0] <= cap_.most && trial[1] <= cap_.most;
-        const bool large = trial[0] >= cap_.least && trial[1] >= cap_.least;
+        const bool small = trial.exact[0] <= cap_.most && trial.exact[1] <= cap_.most;
+        const bool large = trial.exact[0] >= cap_.least && trial.exact[1] >= cap_.least;
         if (unit || __all_sync(0xffffffff, small && large)) {
-          sum[0] = trial[0];
-          sum[1] = trial[1];
+          sums = trial;
           break;
         }
         hot_ = !__all_sync(0xffffffff, small);  // a sum that is too large stays so for the rest of these rows
@@ -309,21 +352,18 @@ class Consumer {
   }
 
   // One turn of the loop: the scores of `tile` beside the output product of the tile before it, then from
-  // scores to probabilities while that product runs. The first turn has no product; its group is empty.
+  // scores to probabilities while that product runs.
   __device__ __forceinline__ void step(float (&s)[kScores], float (&o)[C::kHeadDim / 2],
                                        uint32_t (&p)[kScores / 2], uint32_t (&p_next)[kScores / 2],
-                                       float (&sum)[2], int tile, bool first) {
+                                       Sums& sums, int tile) {
     const int before = ring_.stage;
     const uint32_t before_parity = ring_.parity;
-    if (!first) ring_.advance();
+    ring_.advance();
     barrier_wait(shared_.k_full(ring_.stage), ring_.parity);
     if constexpr (C::kTakeTurns) named_sync(1 + consumer_, 256);
     score(s, ring_.stage);
-    if (!first) {
-      barrier_wait(shared_.v_full(before), before_parity);
-      accumulate(o, p, before);
-    }
-    wgmma_commit();
+    barrier_wait(shared_.v_full(before), before_parity);
+    accumulate(o, p, before);
     if constexpr (C::kTakeTurns) named_arrive(1 + (consumer_ + 1) % C::kConsumers, 256);
     wgmma_wait<1>();
     pin(s);
@@ -332,14 +372,14 @@ class Consumer {
     if constexpr (!C::kDrain) {
       // The wait also covered the output product of the turn before.
       if (pending_ >= 0) release(shared_.v_empty(pending_));
-      pending_ = first ? -1 : before;
+      pending_ = before;
     }
-    to_probabilities(s, p_next, sum, tile);
+    to_probabilities(s, p_next, sums, tile);
     if constexpr (C::kDrain) {
       wgmma_wait<0>();
       pin(o);
       pin(p);
-      if (!first) release(shared_.v_empty(before));
+      release(shared_.v_empty(before));
     }
   }
 
@@ -347,7 +387,6 @@ class Consumer {
     release(shared_.q_empty(consumer_));
     barrier_wait(shared_.v_full(ring_.stage), ring_.parity);
     accumulate(o, p, ring_.stage);
-    wgmma_commit();
     wgmma_wait<0>();
     pin(o);
     pin(p);
@@ -356,7 +395,9 @@ class Consumer {
     ring_.advance();
   }
 
-  __device__ __forceinline__ void attend(const Tile& t, int row, uint32_t q_parity) {
+  // One tile of rows whose first scores are in flight.
+  __device__ __forceinline__ Sums attend(float (&s)[kScores], float (&o)[C::kHeadDim / 2], const Tile& t) {
+    const int row = thread_row(t);
     const int diagonal = t.seqlen_k - t.seqlen_q;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -370,28 +411,29 @@ class Consumer {
     pending_ = -1;
     hot_ = cap_.least > cap_.most;
 
-    float s[kScores] = {};
-    float o[C::kHeadDim / 2] = {};
+#pragma unroll
+    for (int i = 0; i < C::kHeadDim / 2; ++i) o[i] = 0.f;
     // Two sets of probabilities, in turn: one is still being read while the other is written.
     uint32_t p[kScores / 2] = {}, p_other[kScores / 2] = {};
-    float sum[2] = {0.f, 0.f};
+    Sums sums = {};
     int tile = t.key_end - 1;
-    bool first = true;
-    barrier_wait(shared_.q_full(consumer_), q_parity);
+    wgmma_wait<0>();
+    pin(s);
+    release(shared_.k_empty(ring_.stage));
+    to_probabilities(s, p, sums, tile);
     for (;;) {
-      step(s, o, p_other, p, sum, tile, first);
       if (tile-- == t.key_begin) {
         finish(o, p);
         break;
       }
-      step(s, o, p, p_other, sum, tile, false);
+      step(s, o, p, p_other, sums, tile);
       if (tile-- == t.key_begin) {
         finish(o, p_other);
         break;
       }
-      first = false;
+      step(s, o, p_other, p, sums, tile);
     }
-    write_rows<C>(problem_, t, row, o, sum, cap_.shift);
+    return sums;
   }
 
   const Problem& problem_;
@@ -399,6 +441,7 @@ class Consumer {
   const Shared<C>& shared_;
   const int consumer_;
   Ring<C::kStages> ring_;
+  uint32_t q_parity_ = 0;
   Visible visible_;
   int free_begin_, free_end_;
   bool hot_;     // these rows have left the polynomial's range

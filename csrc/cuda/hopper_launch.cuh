@@ -70,18 +70,24 @@ int launch(const Args& a, Problem problem, CapConstants cap) {
 
   problem.row_tiles = (a.seqlen_q + C::kRows - 1) / C::kRows;
   if (packed && problem.row_tiles == 0) problem.row_tiles = 1;  // the rows past the last sequence
-  problem.heavy_first = problem.right != kUnlimited;
+  const int processors = multiprocessors();
+  if (processors == 0) return kErrorDevice;
   // Query heads whose keys and values fill about half of the L2 cache; all heads of one key head together.
   const int64_t key_bytes = int64_t{4} * C::kHeadDim * (a.seqlen_k > 0 ? a.seqlen_k : 1);
   int64_t group = (int64_t{24} << 20) / key_bytes;
   group = (group < 1 ? 1 : group) * problem.heads_per_key;
-  const int64_t pairs = int64_t{problem.sequences} * a.heads_q;
-  problem.group = static_cast<int>(group < pairs ? group : pairs);
-  const int64_t tiles = pairs * problem.row_tiles;
+  const int64_t heads = int64_t{problem.sequences} * a.heads_q;
+  problem.group = static_cast<int>(group < heads ? group : heads);
+  // Pairs even out rows that see ever more keys, when there are enough of them to fill the last round.
+  int64_t tiles = heads * ((problem.row_tiles + 1) / 2);
+  const int64_t rounds = (tiles + processors - 1) / processors;
+  const bool open_left = problem.left >= a.seqlen_k;
+  problem.paired = problem.right != kUnlimited && open_left && problem.row_tiles > 1 &&
+                   tiles * 10 >= rounds * processors * 8;
+  problem.heavy_first = problem.right != kUnlimited && !problem.paired;
+  if (!problem.paired) tiles = heads * problem.row_tiles;
   if (tiles == 0) return kOk;
   if (tiles > (int64_t{1} << 30)) return kErrorShape;
-  const int processors = multiprocessors();
-  if (processors == 0) return kErrorDevice;
   const int blocks = static_cast<int>(tiles < processors ? tiles : processors);
 
   const auto kernel = forward_kernel<C>;

@@ -20,6 +20,7 @@ struct Problem {
   int row_tiles;    // tiles of rows a sequence
   int sequences;    // batch, and one more when packed: the rows past cu_seqlens_q[batch], which see nothing
   int group;        // (sequence, head) pairs walked together, so that their keys stay in the L2 cache
+  int paired;       // a block takes the r-th tile of rows from the end and from the start together
   int heavy_first;  // later rows see more keys: hand them out first
 };
 
@@ -32,14 +33,43 @@ struct Tile {
   int key_begin, key_end;  // key tiles [begin, end)
 };
 
-// Blocks take tiles back and forth (0 1 2 3, 7 6 5 4, ...), so that with heavier tiles first each block's sum
-// of work is near the mean without any counter in memory. Returns false for a hole in the last round.
-__device__ __forceinline__ bool tile_index(int round, int tiles, int* index) {
-  const int blocks = gridDim.x;
-  const int place = round & 1 ? blocks - 1 - blockIdx.x : blockIdx.x;
-  *index = round * blocks + place;
-  return *index < tiles;
-}
+// The tiles of one block, in order. Causal rows see the more keys the later they come. Paired, the r-th tile
+// from the end goes with the r-th from the start, so that every block has the same work in every round and
+// neighbouring blocks share the keys of a head. Otherwise blocks take tiles back and forth (0 1 2 3, 7 6 5 4,
+// ...).
+class Walk {
+ public:
+  // Finds the next tile's place in the order; false when there is none left.
+  __device__ __forceinline__ bool next(const Problem& p, int tiles, int* index) {
+    const int blocks = gridDim.x;
+    for (;;) {
+      if (round_ * blocks >= tiles) return false;
+      int place = round_ * blocks;
+      if (p.paired) {
+        const int pairs = (p.row_tiles + 1) / 2;  // of one head; tiles counts pairs
+        place += blockIdx.x;
+        if (place >= tiles) return false;
+        const int head = place / pairs, r = place - head * pairs;
+        const int row = second_ ? r : p.row_tiles - 1 - r;
+        const bool middle = second_ && 2 * r == p.row_tiles - 1;
+        round_ += second_;
+        second_ = !second_;
+        if (middle) continue;
+        *index = head * p.row_tiles + row;
+        return true;
+      }
+      place += round_ & 1 ? blocks - 1 - blockIdx.x : blockIdx.x;
+      ++round_;
+      if (place >= tiles) continue;
+      *index = place;
+      return true;
+    }
+  }
+
+ private:
+  int round_ = 0;
+  bool second_ = false;
+};
 
 template <bool kPacked, int kRows, int kKeys>
 __device__ __forceinline__ Tile find_tile(const Problem& p, int index) {

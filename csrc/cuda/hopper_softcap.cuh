@@ -76,15 +76,42 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return packed;
 }
 
-// Adds to the row sums and packs into the A operand of the next product, for a multiple of 8 scores. The sums
-// take the probabilities unrounded: lse stays exact to float32, and the rounding of P averages out of out.
-template <bool kBf16, int kCount>
-__device__ __forceinline__ void sum_and_pack(const float (&e)[kCount], uint32_t* p, float (&part)[2][2]) {
+// Sums of a thread's two rows: of the probabilities, for lse; and of their roundings, which the output
+// products take, to divide the output by.
+struct Sums {
+  float exact[2], rounded[2];
+};
+
+template <bool kBf16>
+__device__ __forceinline__ float2 unpack(uint32_t packed) {
+  if constexpr (kBf16)
+    return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
+  return __half22float2(*reinterpret_cast<const __half2*>(&packed));
+}
+
+// Adds to the sums and packs into the A operand of the next product, for a multiple of 8 scores. With
+// kRounded off, the exact sums stand in for the rounded ones: over a whole tile of keys the roundings average
+// out, and a masked one, where few keys may be left and they do not, takes the slower way.
+template <bool kRounded, bool kBf16, int kCount>
+__device__ __forceinline__ void sum_and_pack(const float (&e)[kCount], uint32_t* p, Sums& sums) {
+  float exact[2][2] = {}, rounded[2][2] = {};
 #pragma unroll
   for (int j = 0; j < kCount / 2; ++j) {
-    part[j % 2][j / 2 % 2] += e[2 * j];
-    part[j % 2][j / 2 % 2] += e[2 * j + 1];
+    const int row = j % 2, part = j / 2 % 2;
     p[j] = pack<kBf16>(e[2 * j], e[2 * j + 1]);
+    exact[row][part] += e[2 * j];
+    exact[row][part] += e[2 * j + 1];
+    if constexpr (kRounded) {
+      const float2 back = unpack<kBf16>(p[j]);
+      rounded[row][part] += back.x;
+      rounded[row][part] += back.y;
+    }
+  }
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const float sum = exact[row][0] + exact[row][1];
+    sums.exact[row] += sum;
+    sums.rounded[row] += kRounded ? rounded[row][0] + rounded[row][1] : sum;
   }
 }
 
@@ -92,18 +119,24 @@ __device__ __forceinline__ void sum_and_pack(const float (&e)[kCount], uint32_t*
 template <Tanh kTanh, int kCount>
 __device__ __forceinline__ void by_polynomial(const float* s, float (&e)[kCount], const CapConstants& cap) {
   constexpr int kTop = kTanh == Tanh::kPolynomial5 ? 4 : 2;
-  float v[kCount];
+  // A few scores side by side: a warp has little company on its scheduler, so its own code must hide the
+  // latencies.
+  constexpr int kStep = 2;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) v[i] = s[i] * s[i];
+  for (int begin = 0; begin < kCount; begin += kStep) {
+    float v[kStep], x[kStep];
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) e[i] = fmaf(cap.polynomial[kTop], v[i], cap.polynomial[kTop - 1]);
+    for (int i = 0; i < kStep; ++i) v[i] = s[begin + i] * s[begin + i];
 #pragma unroll
-  for (int c = kTop - 2; c >= 0; --c) {
+    for (int i = 0; i < kStep; ++i) x[i] = fmaf(cap.polynomial[kTop], v[i], cap.polynomial[kTop - 1]);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) e[i] = fmaf(e[i], v[i], cap.polynomial[c]);
+    for (int c = kTop - 2; c >= 0; --c) {
+#pragma unroll
+      for (int i = 0; i < kStep; ++i) x[i] = fmaf(x[i], v[i], cap.polynomial[c]);
+    }
+#pragma unroll
+    for (int i = 0; i < kStep; ++i) e[begin + i] = exp2_unit(fmaf(s[begin + i], x[i], -cap.shift));
   }
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) e[i] = exp2_unit(fmaf(s[i], e[i], -cap.shift));
 }
 
 // A chunk of scores by tanh.approx.
