@@ -126,7 +126,7 @@ def relative(x, ref):
     return ((x - ref).norm() / ref.norm().clamp_min(1e-30)).item()
 
 
-def draw(case, kind, softcap, generator):
+def draw(case, kind, softcap, generator, dtype=torch.bfloat16):
     b, sq, sk, hq, hk, d = case
     mk = lambda s, h: torch.randn(b, s, h, d, device="cuda", generator=generator)  # noqa: E731
     q, k, v = mk(sq, hq), mk(sk, hk), mk(sk, hk)
@@ -147,7 +147,7 @@ def draw(case, kind, softcap, generator):
         group = hq // hk
         peak = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(group, 2)).abs().max().item() * d**-0.5
         q *= {"range": 0.5, "mixed": 1.3, "hot": 2.5}[kind] * softcap / max(peak, 1e-6)
-    return [x.to(torch.bfloat16) for x in (q, k, v)]
+    return [x.to(dtype) for x in (q, k, v)]
 
 
 CASES = [  # name, (B, Sq, Skv, Hq, Hkv), causal, window
@@ -174,24 +174,24 @@ def guarded(shape, dtype, poison):
     return whole[:n].view(shape), whole[n:]
 
 
-def check_dense(name, lib, head_dims, seed, failures):
+def check_dense(name, lib, head_dims, seed, failures, dtype=torch.bfloat16, softcaps=SOFTCAPS):
     generator = torch.Generator("cuda").manual_seed(seed)
     worst = {}
     for d in head_dims:
         for index, (label, shape, causal, window) in enumerate(CASES):
             for turn, kind in enumerate(KINDS):
-                softcap = SOFTCAPS[(index + turn) % len(SOFTCAPS)]
-                q, k, v = draw((*shape, d), kind, softcap, generator)
+                softcap = softcaps[(index + turn) % len(softcaps)]
+                q, k, v = draw((*shape, d), kind, softcap, generator, dtype)
                 if index % 3 == 1:  # strided inputs: heads before tokens, and a slice of a wider last dimension
                     q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
                     v = torch.cat((v, v), -1)[..., d:]
                 scale = d**-0.5
-                out, guard = guarded(q.shape, torch.bfloat16, math.nan)
+                out, guard = guarded(q.shape, dtype, math.nan)
                 lse, lse_guard = guarded((q.shape[0], q.shape[2], q.shape[1]), torch.float32, 12345.0)
                 lib.run(lib.fill(q, k, v, out, lse, softcap, scale, causal, window))
                 torch.cuda.synchronize()
                 ref, ref_lse, _ = eager(q, k, v, softcap, scale, causal, window, torch.float64)
-                same, same_lse, _ = eager(q, k, v, softcap, scale, causal, window, torch.bfloat16)
+                same, same_lse, _ = eager(q, k, v, softcap, scale, causal, window, dtype)
                 err, err_lse = relative(out, ref), relative(lse, ref_lse)
                 bound, bound_lse = relative(same, ref), relative(same_lse, ref_lse)
                 again = torch.full_like(out, math.nan)
@@ -222,7 +222,7 @@ def check_dense(name, lib, head_dims, seed, failures):
                         print(f"FAIL {name} d{d} {label} {kind} cap {softcap:g}: {'; '.join(problems)}", flush=True)
         for kind in KINDS:
             e, ratio, el, ea = worst[d, kind]
-            print(f"check {name:12s} d{d:<3d} {kind:9s} out {e:.2e} ({ratio:.2f} x eager) lse {el:.1e} abs {ea:.1e}", flush=True)
+            print(f"check {name:12s} {str(dtype)[6:]:8s} d{d:<3d} {kind:9s} out {e:.2e} ({ratio:.2f} x eager) lse {el:.1e} abs {ea:.1e}", flush=True)
 
 
 def check_packed(name, lib, head_dims, seed, failures):
@@ -436,6 +436,7 @@ def main():
     parser.add_argument("--lib", action="append", default=[], help="NAME=PATH[:head_dim,...]")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--packed", action="store_true")
+    parser.add_argument("--running-max", action="store_true", help="also float16 and caps above 75")
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--peers", default="cudnn,fa3")
@@ -457,6 +458,9 @@ def main():
         if args.check:
             try:
                 check_dense(name, lib, dims, args.seed, failures)
+                if args.running_max:
+                    check_dense(name, lib, dims, args.seed + 2, failures, softcaps=(75.0, 80.0, 200.0))
+                    check_dense(name, lib, dims, args.seed + 3, failures, torch.float16, (5.0, 50.0, 100.0))
                 if args.packed:
                     check_packed(name, lib, dims, args.seed + 1, failures)
             except RuntimeError as error:

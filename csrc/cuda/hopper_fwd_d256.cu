@@ -14,11 +14,12 @@ template <int kConsumers, int kKeys, int kStages, bool kTurns, bool kDrain, Tanh
 int choose(const Args& args, const Problem& problem, const CapConstants& cap) {
 #ifndef SOFTCAP_DENSE_ONLY
   if (args.cu_seqlens_q != nullptr) {
-    return launch<Config<256, kConsumers, kKeys, kStages, true, true, kTurns, kDrain, kTanh, kExp2Fma>>(
+    return launch<
+        Config<256, kConsumers, kKeys, kStages, true, true, kTurns, kDrain, false, kTanh, kExp2Fma>>(
         args, problem, cap);
   }
 #endif
-  return launch<Config<256, kConsumers, kKeys, kStages, true, false, kTurns, kDrain, kTanh, kExp2Fma>>(
+  return launch<Config<256, kConsumers, kKeys, kStages, true, false, kTurns, kDrain, false, kTanh, kExp2Fma>>(
       args, problem, cap);
 }
 

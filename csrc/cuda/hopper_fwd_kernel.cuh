@@ -13,7 +13,7 @@
 namespace softcap_hopper {
 
 template <int kHeadDim_, int kConsumers_, int kKeys_, int kStages_, bool kBf16_, bool kPacked_,
-          bool kTakeTurns_, bool kDrain_, Tanh kTanh_, int kExp2Fma_>
+          bool kTakeTurns_, bool kDrain_, bool kRunningMax_, Tanh kTanh_, int kExp2Fma_>
 struct Config {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = kConsumers_;  // warpgroups of 64 rows
@@ -21,8 +21,9 @@ struct Config {
   static constexpr int kStages = kStages_;        // tiles of k, and of v, in shared memory
   static constexpr bool kBf16 = kBf16_;
   static constexpr bool kPacked = kPacked_;
-  static constexpr bool kTakeTurns = kTakeTurns_;  // consumers issue products in turn, not at once
-  static constexpr bool kDrain = kDrain_;          // wait for each output product before the next is issued
+  static constexpr bool kTakeTurns = kTakeTurns_;    // consumers issue products in turn, not at once
+  static constexpr bool kDrain = kDrain_;            // wait for each output product before the next is issued
+  static constexpr bool kRunningMax = kRunningMax_;  // where no constant shift keeps exponents in range
   static constexpr Tanh kTanh = kTanh_;
   static constexpr int kExp2Fma = kExp2Fma_;
 
@@ -36,6 +37,7 @@ struct Config {
   static constexpr int kSharedBytes =
       1024 + kConsumers * kQueryBytes + 2 * kStages * kKeyBytes + 8 * (2 * kConsumers + 4 * kStages);
   static_assert(kSharedBytes <= 232448);
+  static_assert(!kRunningMax || (kDrain && kTanh == Tanh::kUnit && kExp2Fma == 0));
   static_assert(kKeyBytes % 1024 == 0 && kKeys % 16 == 0);
 };
 
@@ -118,19 +120,19 @@ struct Visible {
 };
 
 template <int kCount>
-__device__ __forceinline__ void mask(float (&p)[kCount], const Visible& visible, int first_key) {
+__device__ __forceinline__ void mask(float (&p)[kCount], const Visible& visible, int first_key, float value) {
   const int column = first_key + 2 * (threadIdx.x % 4);
   const int last[2] = {visible.last[0] - column, visible.last[1] - column};
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    if (8 * (i / 4) + i % 2 > last[i / 2 % 2]) p[i] = 0.f;
+    if (8 * (i / 4) + i % 2 > last[i / 2 % 2]) p[i] = value;
   }
   // Most masks have no left side.
   const int first[2] = {visible.first[0] - column, visible.first[1] - column};
   if (__any_sync(0xffffffff, max(first[0], first[1]) > 0)) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      if (8 * (i / 4) + i % 2 < first[i / 2 % 2]) p[i] = 0.f;
+      if (8 * (i / 4) + i % 2 < first[i / 2 % 2]) p[i] = value;
     }
   }
 }
@@ -157,7 +159,8 @@ __device__ __forceinline__ float quad_sum(float x) {
 // Writes one consumer's 64 rows of out and lse.
 template <class C>
 __device__ __forceinline__ void write_rows(const Problem& problem, const Tile& t, int row,
-                                           const float (&o)[C::kHeadDim / 2], const Sums& sums, float shift) {
+                                           const float (&o)[C::kHeadDim / 2], const Sums& sums,
+                                           const float (&shift)[2]) {
   const int quad = threadIdx.x % 4;
   const int64_t batch = C::kPacked ? 0 : t.sequence;
 #pragma unroll
@@ -169,7 +172,7 @@ __device__ __forceinline__ void write_rows(const Problem& problem, const Tile& t
     if (valid && quad == 0 && problem.lse != nullptr) {
       const int64_t lse_row = C::kPacked ? t.head * problem.total_q + t.start_q + i
                                          : (batch * problem.heads_q + t.head) * problem.seqlen_q + i;
-      problem.lse[lse_row] = total == 0.f ? -INFINITY : 0.69314718f * (shift + log2f(total));
+      problem.lse[lse_row] = total == 0.f ? -INFINITY : 0.69314718f * (shift[r] + log2f(total));
     }
     uint16_t* out = static_cast<uint16_t*>(problem.out) + batch * problem.out_stride_batch +
                     (t.start_q + i) * problem.out_stride_token + t.head * problem.out_stride_head;
@@ -193,11 +196,12 @@ template <class C>
 __device__ __forceinline__ void write_empty(const Problem& problem, const Tile& t, int row) {
   float o[C::kHeadDim / 2] = {};
   const Sums sums = {};
+  const float shift[2] = {};
   int end = min(t.row + C::kRows, t.seqlen_q);
   if (C::kPacked && t.sequence == problem.batch && t.row + C::kRows >= problem.row_tiles * C::kRows)
     end = t.seqlen_q;
   for (int step = 0; t.row + step < end; step += C::kRows)
-    write_rows<C>(problem, t, row + step, o, sums, 0.f);
+    write_rows<C>(problem, t, row + step, o, sums, shift);
 }
 
 template <class C>
@@ -222,13 +226,14 @@ class Consumer {
     for (;;) {
       const Sums sums = attend(s, o, t);
       const Tile done = t;
+      const float shift[2] = {shift_[0], shift_[1]};
       if (!next(&walk, tiles, &t)) {
-        write_rows<C>(problem_, done, thread_row(done), o, sums, cap_.shift);
+        write_rows<C>(problem_, done, thread_row(done), o, sums, shift);
         return;
       }
       // The first scores of the next rows are on their way while these rows are written.
       start(s);
-      write_rows<C>(problem_, done, thread_row(done), o, sums, cap_.shift);
+      write_rows<C>(problem_, done, thread_row(done), o, sums, shift);
     }
   }
 
@@ -304,10 +309,34 @@ class Consumer {
                                                    Sums& sums, int tile) {
     const int key = tile * C::kKeys;
     const bool masked = key < free_begin_ || key + C::kKeys > free_end_;
-    if constexpr (C::kTanh == Tanh::kUnit) {
+    if constexpr (C::kRunningMax) {
+      cap_scores(s, cap_);
+      if (masked) mask(s, visible_, key, -INFINITY);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float largest = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < kScores; i += 4) largest = fmaxf(largest, fmaxf(s[i + 2 * r], s[i + 2 * r + 1]));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, 2));
+        const float shift = fmaxf(shift_[r], largest);
+        // A row that has seen nothing yet has nothing to rescale, and any finite shift will do.
+        const float finite = shift == -INFINITY ? 0.f : shift;
+        rescale_[r] = exp2_unit(shift_[r] - finite);
+        shift_[r] = shift;
+        sums.exact[r] *= rescale_[r];
+        sums.rounded[r] *= rescale_[r];
+#pragma unroll
+        for (int i = 0; i < kScores; i += 4) {
+          s[i + 2 * r] = exp2_unit(s[i + 2 * r] - finite);
+          s[i + 2 * r + 1] = exp2_unit(s[i + 2 * r + 1] - finite);
+        }
+      }
+      sum_and_pack<true, C::kBf16>(s, p, sums);
+    } else if constexpr (C::kTanh == Tanh::kUnit) {
       by_unit<C::kExp2Fma>(s, s, cap_);
       if (masked) {
-        mask(s, visible_, key);
+        mask(s, visible_, key, 0.f);
         sum_and_pack<true, C::kBf16>(s, p, sums);
       } else {
         sum_and_pack<false, C::kBf16>(s, p, sums);
@@ -328,7 +357,7 @@ class Consumer {
           if (unit) {
             by_unit<C::kExp2Fma>(s + begin, e, cap_);
             if (masked) {
-              mask(e, visible_, first_key + 2 * begin);
+              mask(e, visible_, first_key + 2 * begin, 0.f);
               sum_and_pack<true, C::kBf16>(e, p + begin / 2, trial);
             } else {
               sum_and_pack<false, C::kBf16>(e, p + begin / 2, trial);
@@ -381,6 +410,12 @@ class Consumer {
       pin(p);
       release(shared_.v_empty(before));
     }
+    if constexpr (C::kRunningMax) {
+      if (__any_sync(0xffffffff, rescale_[0] != 1.f || rescale_[1] != 1.f)) {
+#pragma unroll
+        for (int i = 0; i < C::kHeadDim / 2; ++i) o[i] *= rescale_[i / 2 % 2];
+      }
+    }
   }
 
   __device__ __forceinline__ void finish(float (&o)[C::kHeadDim / 2], uint32_t (&p)[kScores / 2]) {
@@ -410,6 +445,7 @@ class Consumer {
     free_end_ = min(first_row + diagonal + problem_.right + 1, t.seqlen_k);
     pending_ = -1;
     hot_ = cap_.least > cap_.most;
+    shift_[0] = shift_[1] = C::kRunningMax ? -INFINITY : cap_.shift;
 
 #pragma unroll
     for (int i = 0; i < C::kHeadDim / 2; ++i) o[i] = 0.f;
@@ -444,8 +480,10 @@ class Consumer {
   uint32_t q_parity_ = 0;
   Visible visible_;
   int free_begin_, free_end_;
-  bool hot_;     // these rows have left the polynomial's range
-  int pending_;  // stage of the value tile whose product was in flight before this turn, or -1
+  float shift_[2];    // exponent subtracted from the scores of each row
+  float rescale_[2];  // what a change of it means for the sums and the output so far
+  bool hot_;          // these rows have left the polynomial's range
+  int pending_;       // stage of the value tile whose product was in flight before this turn, or -1
 };
 
 template <class C>

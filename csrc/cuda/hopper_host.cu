@@ -109,13 +109,10 @@ int check(const Args* a) {
   }
   if (a->heads_q < 1 || a->heads_k < 1 || a->heads_q % a->heads_k != 0) return kErrorHeads;
   if (a->head_dim != 64 && a->head_dim != 128 && a->head_dim != 256) return kErrorHeadDim;
-  if (a->dtype != SOFTCAP_HOPPER_BF16) return kErrorDtype;
-  if (!(a->softcap > 0.f) || !isfinite(a->softcap)) return kErrorSoftcap;
+  if (a->dtype != SOFTCAP_HOPPER_BF16 && a->dtype != SOFTCAP_HOPPER_FP16) return kErrorDtype;
+  if (!(a->softcap > 0.f) || !(a->softcap < 1e30f)) return kErrorSoftcap;
   if (!isfinite(a->scale) || !isfinite(a->scale / a->softcap)) return kErrorScale;
   if (a->window_left < -1 || a->window_right < -1) return kErrorWindow;
-  const double exponent = a->softcap * kLog2E;
-  const double shift = exponent > kFreeExponent ? exponent - kFreeExponent : 0.;
-  if (exponent + shift > 126.) return kErrorBounds;
   const bool packed = a->cu_seqlens_q != nullptr;
   if (packed != (a->cu_seqlens_k != nullptr)) return kErrorPacked;
   if (packed && (a->total_q < 0 || a->total_k < 0 || a->total_q > (1 << 30) || a->total_k > (1 << 30))) {
@@ -169,7 +166,19 @@ int forward(const Args& args) {
   const double exponent = a.softcap * kLog2E;
   cap.inner = a.scale / a.softcap;
   cap.outer = static_cast<float>(exponent);
-  cap.shift = static_cast<float>(exponent > kFreeExponent ? exponent - kFreeExponent : 0.);
+  const double shift = exponent > kFreeExponent ? exponent - kFreeExponent : 0.;
+  // The smallest probability must stay a normal number of float32; those of float16 have no such range.
+  if (a.dtype != SOFTCAP_HOPPER_BF16 || exponent + shift > 126.) {
+    switch (a.head_dim) {
+      case 64:
+        return launch_running_max_d64(a, p, cap);
+      case 128:
+        return launch_running_max_d128(a, p, cap);
+      default:
+        return launch_running_max_d256(a, p, cap);
+    }
+  }
+  cap.shift = static_cast<float>(shift);
   switch (a.head_dim) {
     case 64:
       return launch_d64(a, p, cap);
@@ -199,14 +208,13 @@ extern "C" const char* softcap_hopper_error_string(int code) {
       "batch, seqlen_q or seqlen_k is negative or too large",
       "heads_q is not a positive multiple of heads_k",
       "head_dim is not 64, 128 or 256",
-      "dtype is not bfloat16",
-      "softcap is not finite and positive",
+      "dtype is neither bfloat16 nor float16",
+      "softcap is not positive and below 1e30",
       "scale, or scale / softcap, is not finite",
       "a window bound is below -1",
       "a data pointer is null or not 16-byte aligned",
       "a stride is negative or not a multiple of 8 elements",
       "cu_seqlens_q and cu_seqlens_k go together, with total_q and total_k from 0 to 2^30",
-      "softcap is above 75: the exponent's range would not hold without a running maximum",
       "the device could not be queried or refused the shared memory",
       "the driver has no cuTensorMapEncodeTiled",
       "the driver refused a tensor map",

@@ -22,7 +22,6 @@ enum Error : int {
   kErrorPointer,
   kErrorStride,
   kErrorPacked,
-  kErrorBounds,
   kErrorDevice,
   kErrorDriver,
   kErrorTensorMap,
@@ -36,6 +35,10 @@ using Args = softcap_hopper_fwd_args;
 int launch_d64(const Args& args, const Problem& problem, const CapConstants& cap);
 int launch_d128(const Args& args, const Problem& problem, const CapConstants& cap);
 int launch_d256(const Args& args, const Problem& problem, const CapConstants& cap);
+
+int launch_running_max_d64(const Args& args, const Problem& problem, const CapConstants& cap);
+int launch_running_max_d128(const Args& args, const Problem& problem, const CapConstants& cap);
+int launch_running_max_d256(const Args& args, const Problem& problem, const CapConstants& cap);
 
 // Encodes a tensor map whose box is `rows` tokens of one head, laid out in shared memory as hopper_wgmma.cuh
 // says.

@@ -148,4 +148,11 @@ __device__ __forceinline__ void by_unit(const float* s, float (&e)[kCount], cons
   }
 }
 
+// Scores to capped scores in powers of two, in place.
+template <int kCount>
+__device__ __forceinline__ void cap_scores(float (&s)[kCount], const CapConstants& cap) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) s[i] = cap.outer * tanh_unit(s[i] * cap.inner);
+}
+
 }  // namespace softcap_hopper
