@@ -1,32 +1,25 @@
 // Forward, head_dim 128, bfloat16.
 #include "hopper_launch.cuh"
 
-// Consumers, keys a tile, stages, consumers in turn, drained output product, tanh, every n-th exp2 on the FMA
-// pipes.
-#ifndef SOFTCAP_D128_CONFIG
-#define SOFTCAP_D128_CONFIG 2, 128, 2, false, false, Tanh::kPolynomial3, 4
-#endif
-
 namespace softcap_hopper {
 namespace {
 
-template <int kConsumers, int kKeys, int kStages, bool kTurns, bool kDrain, Tanh kTanh, int kExp2Fma>
+template <bool kPacked>
+using Long = Config<128, 2, 112, 3, true, kPacked, false, false, false, Tanh::kPolynomial3, 0>;
+// As many keys a tile as rows: a short causal problem is mostly diagonal, and that meets the fewest tiles so.
+template <bool kPacked>
+using Short = Config<128, 2, 128, 3, true, kPacked, false, false, false, Tanh::kPolynomial3, 4>;
+
+template <bool kPacked>
 int choose(const Args& args, const Problem& problem, const CapConstants& cap) {
-#ifndef SOFTCAP_DENSE_ONLY
-  if (args.cu_seqlens_q != nullptr) {
-    return launch<
-        Config<128, kConsumers, kKeys, kStages, true, true, kTurns, kDrain, false, kTanh, kExp2Fma>>(
-        args, problem, cap);
-  }
-#endif
-  return launch<Config<128, kConsumers, kKeys, kStages, true, false, kTurns, kDrain, false, kTanh, kExp2Fma>>(
-      args, problem, cap);
+  if (args.causal && args.seqlen_k <= 2048) return launch<Short<kPacked>>(args, problem, cap);
+  return launch<Long<kPacked>>(args, problem, cap);
 }
 
 }  // namespace
 
 int launch_d128(const Args& args, const Problem& problem, const CapConstants& cap) {
-  return choose<SOFTCAP_D128_CONFIG>(args, problem, cap);
+  return args.cu_seqlens_q != nullptr ? choose<true>(args, problem, cap) : choose<false>(args, problem, cap);
 }
 
 }  // namespace softcap_hopper

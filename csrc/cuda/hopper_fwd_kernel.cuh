@@ -239,12 +239,8 @@ class Consumer {
 
  private:
   static constexpr int kScores = C::kKeys / 2;
-  // Scores between two looks at which of the two ways to take.
-#ifdef KCHUNK
-  static constexpr int kChunk = KCHUNK;
-#else
-  static constexpr int kChunk = kScores;
-#endif
+  // Scores between two looks at which of the two ways to take; fewer than all where registers would not do.
+  static constexpr int kChunk = kScores == 64 ? 32 : kScores;
   static_assert(kScores % kChunk == 0 && kChunk % 8 == 0);
 
   __device__ __forceinline__ void release(uint32_t barrier) const {
