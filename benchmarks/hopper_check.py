@@ -1,16 +1,20 @@
 """Checks and times builds of the Hopper forward kernel through its C interface.
 
-usage: hopper_check.py --lib NAME=PATH[:head_dim,...] [--lib ...] [--check] [--time] [--shapes a,b] [--out FILE]
+usage: hopper_check.py --lib NAME=PATH[:head_dim,...] [--lib ...] [--check] [--time] [--shapes a,b]
 
 --check compares out and lse with float64 eager on fresh random data: scores in the polynomial's range, mixed,
-hot (2.5 times the cap), saturated throughout, all very negative, outliers; causal, windows, GQA, ragged lengths, packed sequences, rows
-that see nothing. Outputs are poisoned before each call and guarded by rows behind them.
---time interleaves every build with the peers that import (cuDNN, FlashAttention-2 and -3), rotating over input
-sets, and prints the median TFLOP/s of the rounds, counting the visible part of masked work.
+hot (2.5 times the cap), saturated throughout, all very negative, outliers; causal, windows, GQA, ragged lengths,
+packed sequences (--packed), rows that see nothing, float16 and large caps (--running-max). Outputs are poisoned
+before each call and guarded by elements behind them.
+--time interleaves every build with the peers that import (cuDNN, FlashAttention-2 and -3), rotating over two
+input sets, and prints the median TFLOP/s of the rounds, counting the visible part of masked work. --sustain
+also runs each for a while and reads the clock and the power.
 """
 
 import argparse
 import ctypes
+import functools
+import itertools
 import json
 import math
 import statistics
@@ -30,7 +34,11 @@ class FwdArgs(ctypes.Structure):
     _fields_ = (
         [("struct_size", ctypes.c_uint64)]
         + [(n, ctypes.c_void_p) for n in ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k")]
-        + [(f"{t}_stride_{d}", ctypes.c_int64) for t in "q k v out".split() for d in "batch token head".split()]
+        + [
+            (f"{t}_stride_{d}", ctypes.c_int64)
+            for t in ["q", "k", "v", "out"]
+            for d in ["batch", "token", "head"]
+        ]
         + [(n, ctypes.c_int64) for n in ("total_q", "total_k")]
         + [
             (n, ctypes.c_int32)
@@ -58,7 +66,22 @@ class Library:
         self.c = ctypes.CDLL(path)
         self.c.softcap_hopper_error_string.restype = ctypes.c_char_p
 
-    def fill(self, q, k, v, out, lse, softcap, scale=None, causal=False, window=(-1, -1), cu_q=None, cu_k=None, max_q=0, max_k=0):
+    def fill(
+        self,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        softcap,
+        scale=None,
+        causal=False,
+        window=(-1, -1),
+        cu_q=None,
+        cu_k=None,
+        max_q=0,
+        max_k=0,
+    ):
         a = FwdArgs(struct_size=ctypes.sizeof(FwdArgs))
         a.q, a.k, a.v, a.out, a.lse = (x.data_ptr() for x in (q, k, v, out, lse))
         packed = cu_q is not None
@@ -182,7 +205,9 @@ def check_dense(name, lib, head_dims, seed, failures, dtype=torch.bfloat16, soft
             for turn, kind in enumerate(KINDS):
                 softcap = softcaps[(index + turn) % len(softcaps)]
                 q, k, v = draw((*shape, d), kind, softcap, generator, dtype)
-                if index % 3 == 1:  # strided inputs: heads before tokens, and a slice of a wider last dimension
+                if (
+                    index % 3 == 1
+                ):  # strided inputs: heads before tokens, and a slice of a wider last dimension
                     q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
                     v = torch.cat((v, v), -1)[..., d:]
                 scale = d**-0.5
@@ -214,15 +239,31 @@ def check_dense(name, lib, head_dims, seed, failures, dtype=torch.bfloat16, soft
                 old = worst.get(key, (0.0, 0.0, 0.0, 0.0))
                 worst[key] = tuple(
                     max(x, y) if x == x else x
-                    for x, y in zip((err, err / max(bound, 1e-4), err_lse, (lse - ref_lse).abs().nan_to_num().max().item()), old, strict=True)
+                    for x, y in zip(
+                        (
+                            err,
+                            err / max(bound, 1e-4),
+                            err_lse,
+                            (lse - ref_lse).abs().nan_to_num().max().item(),
+                        ),
+                        old,
+                        strict=True,
+                    )
                 )
                 if problems:
                     failures.append((name, d, label, kind, softcap))
                     if len(failures) < 30:
-                        print(f"FAIL {name} d{d} {label} {kind} cap {softcap:g}: {'; '.join(problems)}", flush=True)
+                        print(
+                            f"FAIL {name} d{d} {label} {kind} cap {softcap:g}: {'; '.join(problems)}",
+                            flush=True,
+                        )
         for kind in KINDS:
             e, ratio, el, ea = worst[d, kind]
-            print(f"check {name:12s} {str(dtype)[6:]:8s} d{d:<3d} {kind:9s} out {e:.2e} ({ratio:.2f} x eager) lse {el:.1e} abs {ea:.1e}", flush=True)
+            print(
+                f"check {name:12s} {str(dtype)[6:]:8s} d{d:<3d} {kind:9s} "
+                f"out {e:.2e} ({ratio:.2f} x eager) lse {el:.1e} abs {ea:.1e}",
+                flush=True,
+            )
 
 
 def check_packed(name, lib, head_dims, seed, failures):
@@ -235,16 +276,21 @@ def check_packed(name, lib, head_dims, seed, failures):
         ):
             lk = lk or lq
             softcap, scale = 30.0, d**-0.5
-            cu_q, cu_k = (torch.tensor([0, *torch.tensor(x).cumsum(0)], dtype=torch.int32, device="cuda") for x in (lq, lk))
-            q, k, v = draw((1, 1, 1, 1, 1, d), "cold", softcap, generator)
-            mk = lambda t, h: torch.randn(t, h, d, device="cuda", generator=generator)  # noqa: E731
+            cu_q, cu_k = (
+                torch.tensor([0, *torch.tensor(x).cumsum(0)], dtype=torch.int32, device="cuda")
+                for x in (lq, lk)
+            )
+            mk = lambda t, h, d=d: torch.randn(t, h, d, device="cuda", generator=generator)  # noqa: E731
             q = (mk(sum(lq) + spare, 6) * 8).to(torch.bfloat16)
             k, v = (mk(sum(lk) + spare, 2).to(torch.bfloat16) for _ in range(2))
             out, guard = guarded(q.shape, torch.bfloat16, math.nan)
             lse, lse_guard = guarded((6, q.shape[0]), torch.float32, 12345.0)
             lib.run(lib.fill(q, k, v, out, lse, softcap, scale, causal, window, cu_q, cu_k, max(lq), max(lk)))
             torch.cuda.synchronize()
-            ref, ref_lse = torch.zeros_like(q, dtype=torch.float64), torch.full_like(lse, -math.inf, dtype=torch.float64)
+            ref, ref_lse = (
+                torch.zeros_like(q, dtype=torch.float64),
+                torch.full_like(lse, -math.inf, dtype=torch.float64),
+            )
             same = torch.zeros_like(q)
             for i in range(len(lq)):
                 rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
@@ -253,10 +299,16 @@ def check_packed(name, lib, head_dims, seed, failures):
                 ref[rows], ref_lse[:, rows] = o[0], e[0]
                 same[rows] = eager(*x, torch.bfloat16)[0][0]
             err, err_lse, bound = relative(out, ref), relative(lse, ref_lse), relative(same, ref)
-            good = err <= 2 * bound and err_lse < 1e-4 and guard.isnan().all() and (lse_guard == 12345.0).all()
+            good = (
+                err <= 2 * bound and err_lse < 1e-4 and guard.isnan().all() and (lse_guard == 12345.0).all()
+            )
             if not good:
                 failures.append((name, d, "packed " + label, "", softcap))
-            print(f"{'check' if good else 'FAIL'} {name:12s} d{d:<3d} packed {label}: out {err:.2e} ({err / bound:.2f} x eager) lse {err_lse:.1e}", flush=True)
+            print(
+                f"{'check' if good else 'FAIL'} {name:12s} d{d:<3d} packed {label}: "
+                f"out {err:.2e} ({err / bound:.2f} x eager) lse {err_lse:.1e}",
+                flush=True,
+            )
 
 
 SHAPES = {  # B, S, Hq, Hkv, D, causal, window
@@ -293,13 +345,20 @@ def peers(names):
                 raise ValueError("no window")
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 t = [x.transpose(1, 2) for x in (q, k, v)]
-                return torch.nn.functional.scaled_dot_product_attention(*t, is_causal=causal, enable_gqa=q.shape[2] != k.shape[2])
+                return torch.nn.functional.scaled_dot_product_attention(
+                    *t, is_causal=causal, enable_gqa=q.shape[2] != k.shape[2]
+                )
 
         found["cudnn nocap"] = cudnn
 
     def flash(f, capped):
         return lambda q, k, v, softcap, causal, window: f(
-            q, k, v, causal=causal, window_size=(window - 1, 0) if window else (-1, -1), softcap=softcap if capped else 0.0
+            q,
+            k,
+            v,
+            causal=causal,
+            window_size=(window - 1, 0) if window else (-1, -1),
+            softcap=softcap if capped else 0.0,
         )
 
     if "fa3" in names:
@@ -330,7 +389,7 @@ def measure(run, minimum_ms=12.0, limit=100):
             run(i)
             events[i + 1].record()
         torch.cuda.synchronize()
-        times = [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+        times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
         if sum(times) >= minimum_ms or count >= limit:
             return statistics.median(times)
         count = min(limit, max(count + 1, int(count * minimum_ms / sum(times)) + 1))
@@ -373,6 +432,10 @@ class Clock:
         return tuple(statistics.fmean(x) for x in zip(*half, strict=True)) if half else (math.nan, math.nan)
 
 
+def call_peer(f, sets, softcap, causal, window, i):
+    return f(*sets[i % 2][:3], softcap, causal, window)
+
+
 def time_all(libs, shapes, peer_names, rounds, softcap, kinds, sustain_ms=0.0):
     others, rows = peers(peer_names), []
     for shape in shapes:
@@ -386,7 +449,10 @@ def time_all(libs, shapes, peer_names, rounds, softcap, kinds, sustain_ms=0.0):
                 if kind == "anchor":  # scores of deviation 16, as the peers were measured
                     q, k = q * 4, k * 4
                 elif kind == "saturated":
-                    q, k = q.abs() * 20, k.abs() * torch.randn(b, s, hk, 1, device="cuda", generator=generator).sign()
+                    q, k = (
+                        q.abs() * 20,
+                        k.abs() * torch.randn(b, s, hk, 1, device="cuda", generator=generator).sign(),
+                    )
                 q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
                 sets.append((q, k, v, torch.empty_like(q), torch.empty(b, hq, s, device="cuda")))
             win = (window - 1, -1) if window else (-1, -1)
@@ -396,11 +462,11 @@ def time_all(libs, shapes, peer_names, rounds, softcap, kinds, sustain_ms=0.0):
                     filled = [lib.fill(*x, softcap, None, causal, win) for x in sets]
                     runs[name] = lambda i, lib=lib, filled=filled: lib.run(filled[i % 2])
             for name, f in others.items():
-                runs[name] = lambda i, f=f: f(*sets[i % 2][:3], softcap, causal, window)  # noqa: B023
+                runs[name] = functools.partial(call_peer, f, sets, softcap, causal, window)
             times = {name: [] for name in runs}
             for r in range(rounds):
                 names = list(runs)
-                names = names[r % len(names):] + names[: r % len(names)]
+                names = names[r % len(names) :] + names[: r % len(names)]
                 for name in names:
                     if times[name] is None:
                         continue
@@ -415,7 +481,9 @@ def time_all(libs, shapes, peer_names, rounds, softcap, kinds, sustain_ms=0.0):
                 if t:
                     rates = sorted(work / x / 1e9 for x in t)
                     line.append(f"{name} {statistics.median(rates):.0f} ({rates[0]:.0f}-{rates[-1]:.0f})")
-                    rows.append({"shape": shape, "inputs": kind, "softcap": softcap, "name": name, "tflops": rates})
+                    rows.append(
+                        {"shape": shape, "inputs": kind, "softcap": softcap, "name": name, "tflops": rates}
+                    )
             print(f"time {shape} {kind}: " + " | ".join(line), flush=True)
             for name in times if sustain_ms else ():
                 if not times[name]:
@@ -426,13 +494,18 @@ def time_all(libs, shapes, peer_names, rounds, softcap, kinds, sustain_ms=0.0):
                 # 4096 bf16 operations a clock on each of the multiprocessors.
                 peak = 4096 * torch.cuda.get_device_properties(0).multi_processor_count * mhz * 1e6
                 rate = work / ms * 1e3
-                print(f"  {name:12s} {rate / 1e12:.0f} TFLOP/s at {mhz:.0f} MHz {watts:.0f} W: {rate / peak:.1%} of the tensor rate")
-            del sets, runs
+                print(
+                    f"  {name:12s} {rate / 1e12:.0f} TFLOP/s at {mhz:.0f} MHz {watts:.0f} W: "
+                    f"{rate / peak:.1%} of the tensor rate"
+                )
+            del runs
     return rows
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lib", action="append", default=[], help="NAME=PATH[:head_dim,...]")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--packed", action="store_true")
@@ -442,7 +515,9 @@ def main():
     parser.add_argument("--peers", default="cudnn,fa3")
     parser.add_argument("--inputs", default="anchor")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sustain", type=float, default=0.0, help="also run each this many ms and read the clock")
+    parser.add_argument(
+        "--sustain", type=float, default=0.0, help="also run each this many ms and read the clock"
+    )
     parser.add_argument("--softcap", type=float, default=50.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--out", default="")
