@@ -3,9 +3,9 @@
 usage: hopper_check.py --lib NAME=PATH[:head_dim,...] [--lib ...] [--check] [--time] [--shapes a,b]
 
 --check compares out and lse with float64 eager on fresh random data: scores in the polynomial's range, mixed,
-hot (2.5 times the cap), saturated throughout, all very negative, outliers; causal, windows, GQA, ragged lengths,
-packed sequences (--packed), rows that see nothing, float16 and large caps (--running-max). Outputs are poisoned
-before each call and guarded by elements behind them.
+hot (2.5 times the cap), saturated throughout, all very negative, outliers; causal, windows, GQA, ragged
+lengths, packed sequences (--packed), rows that see nothing, float16 and large caps (--running-max). Outputs
+are poisoned before each call and guarded by elements behind them.
 --time interleaves every build with the peers that import (cuDNN, FlashAttention-2 and -3), rotating over two
 input sets, and prints the median TFLOP/s of the rounds, counting the visible part of masked work. --sustain
 also runs each for a while and reads the clock and the power.
