@@ -1,0 +1,556 @@
+"""Checks and times builds of the Hopper forward kernel through its C interface.
+
+usage: hopper_check.py --lib NAME=PATH[:head_dim,...] [--lib ...] [--check] [--time] [--shapes a,b]
+
+--check compares out and lse with float64 eager on fresh random data: scores in the polynomial's range, mixed,
+hot (2.5 times the cap), saturated throughout, all very negative, outliers; causal, windows, GQA, ragged
+lengths, packed sequences (--packed), rows that see nothing, float16 and large caps (--running-max). Outputs
+are poisoned before each call and guarded by elements behind them.
+--time interleaves every build with the peers that import (cuDNN, FlashAttention-2 and -3), rotating over two
+input sets, and prints the median TFLOP/s of the rounds, counting the visible part of masked work. --sustain
+also runs each for a while and reads the clock and the power.
+"""
+
+import argparse
+import ctypes
+import functools
+import itertools
+import json
+import math
+import statistics
+import sys
+import threading
+import time
+
+import torch
+
+KINDS = ("cold", "range", "mixed", "hot", "saturated", "sunk", "outliers")
+SOFTCAPS = (5.0, 30.0, 50.0, 64.0)
+
+
+class FwdArgs(ctypes.Structure):
+    """softcap_hopper_fwd_args of csrc/cuda/softcap_hopper.h, field by field."""
+
+    _fields_ = (
+        [("struct_size", ctypes.c_uint64)]
+        + [(n, ctypes.c_void_p) for n in ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k")]
+        + [
+            (f"{t}_stride_{d}", ctypes.c_int64)
+            for t in ["q", "k", "v", "out"]
+            for d in ["batch", "token", "head"]
+        ]
+        + [(n, ctypes.c_int64) for n in ("total_q", "total_k")]
+        + [
+            (n, ctypes.c_int32)
+            for n in (
+                "batch",
+                "seqlen_q",
+                "seqlen_k",
+                "heads_q",
+                "heads_k",
+                "head_dim",
+                "dtype",
+                "causal",
+                "window_left",
+                "window_right",
+            )
+        ]
+        + [("softcap", ctypes.c_float), ("scale", ctypes.c_float), ("stream", ctypes.c_void_p)]
+    )
+
+
+class Library:
+    """One build: fill(), then run() as often as wanted."""
+
+    def __init__(self, path):
+        self.c = ctypes.CDLL(path)
+        self.c.softcap_hopper_error_string.restype = ctypes.c_char_p
+
+    def fill(
+        self,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        softcap,
+        scale=None,
+        causal=False,
+        window=(-1, -1),
+        cu_q=None,
+        cu_k=None,
+        max_q=0,
+        max_k=0,
+    ):
+        a = FwdArgs(struct_size=ctypes.sizeof(FwdArgs))
+        a.q, a.k, a.v, a.out, a.lse = (x.data_ptr() for x in (q, k, v, out, lse))
+        packed = cu_q is not None
+        for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
+            s = (0, *x.stride()) if packed else x.stride()
+            for d, stride in zip(("batch", "token", "head"), s[:3], strict=True):
+                setattr(a, f"{name}_stride_{d}", stride)
+        if packed:
+            a.cu_seqlens_q, a.cu_seqlens_k = cu_q.data_ptr(), cu_k.data_ptr()
+            a.total_q, a.total_k, a.batch = q.shape[0], k.shape[0], cu_q.numel() - 1
+            a.seqlen_q, a.seqlen_k = max_q, max_k
+        else:
+            a.batch, a.seqlen_q, a.seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+        a.heads_q, a.heads_k, a.head_dim = q.shape[-2], k.shape[-2], q.shape[-1]
+        a.dtype = {torch.bfloat16: 0, torch.float16: 1}[q.dtype]
+        a.causal, (a.window_left, a.window_right) = int(causal), window
+        a.softcap = softcap
+        a.scale = q.shape[-1] ** -0.5 if scale is None else scale
+        a.stream = torch.cuda.current_stream().cuda_stream
+        a.keep = (q, k, v, out, lse, cu_q, cu_k)
+        return a
+
+    def run(self, a):
+        code = self.c.softcap_hopper_fwd(ctypes.byref(a))
+        if code:
+            raise RuntimeError(f"{code}: {self.c.softcap_hopper_error_string(code).decode()}")
+
+
+def visible(sq, sk, causal, window, device):
+    i = torch.arange(sq, device=device)[:, None] + sk - sq
+    j = torch.arange(sk, device=device)[None]
+    see = torch.ones(sq, sk, dtype=torch.bool, device=device)
+    if causal:
+        see &= j <= i
+    if window[0] >= 0:
+        see &= j >= i - window[0]
+    if window[1] >= 0:
+        see &= j <= i + window[1]
+    return see
+
+
+def eager(q, k, v, softcap, scale, causal, window, dtype):
+    """Reference out and lse for (B, S, H, D) inputs; dtype bf16 is the eager formula of that dtype."""
+    group = q.shape[2] // k.shape[2]
+    q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    s = (q @ k.transpose(-1, -2)).to(wide) * scale
+    peak = s.abs().max().item() if s.numel() else 0.0
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    s = s.masked_fill(~visible(q.shape[2], k.shape[2], causal, window, q.device), -math.inf)
+    lse = s.logsumexp(-1)
+    p = torch.exp(s - lse.nan_to_num(neginf=0.0)[..., None]).to(dtype)
+    return (p @ v).transpose(1, 2), lse, peak
+
+
+def relative(x, ref):
+    """norm(x - ref) / norm(ref), infinities required to agree; NaN when they do not."""
+    x, ref = x.double(), ref.double()
+    both = torch.isinf(ref)
+    if not torch.equal(both, torch.isinf(x) & (x == ref)):
+        return math.nan
+    x, ref = x.masked_fill(both, 0.0), ref.masked_fill(both, 0.0)
+    return ((x - ref).norm() / ref.norm().clamp_min(1e-30)).item()
+
+
+def draw(case, kind, softcap, generator, dtype=torch.bfloat16):
+    b, sq, sk, hq, hk, d = case
+    mk = lambda s, h: torch.randn(b, s, h, d, device="cuda", generator=generator)  # noqa: E731
+    q, k, v = mk(sq, hq), mk(sk, hk), mk(sk, hk)
+    if kind == "saturated":  # every |score| at least 3 caps, signs mixed
+        axis = torch.randn(d, device="cuda", generator=generator).sign()
+        q = 0.2 * q + axis * 2
+        k = 0.2 * k + axis * torch.randn(b, sk, hk, 1, device="cuda", generator=generator).sign()
+        q *= 3.5 * softcap / (2 * math.sqrt(d) * 0.8)
+    elif kind == "sunk":  # every score far below the polynomial's range
+        axis = torch.randn(d, device="cuda", generator=generator).sign()
+        q = 0.1 * q + axis
+        k = (0.1 * k - axis) * softcap * d**-0.5
+    elif kind == "outliers":  # in range but for a few keys
+        outlier = torch.rand(b, sk, hk, 1, device="cuda", generator=generator) < 0.01
+        q = q * softcap / 40
+        k = torch.where(outlier, k * 20, k)
+    elif kind != "cold":
+        group = hq // hk
+        peak = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(group, 2)).abs().max().item() * d**-0.5
+        q *= {"range": 0.5, "mixed": 1.3, "hot": 2.5}[kind] * softcap / max(peak, 1e-6)
+    return [x.to(dtype) for x in (q, k, v)]
+
+
+CASES = [  # name, (B, Sq, Skv, Hq, Hkv), causal, window
+    ("square", (2, 512, 512, 4, 4), False, (-1, -1)),
+    ("square causal", (2, 512, 512, 4, 4), True, (-1, -1)),
+    ("gqa long causal", (1, 1500, 1500, 8, 2), True, (-1, -1)),
+    ("ragged", (2, 333, 777, 6, 2), False, (-1, -1)),
+    ("ragged causal", (2, 333, 777, 6, 2), True, (-1, -1)),
+    ("blind rows", (1, 777, 333, 2, 1), True, (-1, -1)),
+    ("window", (1, 1111, 1111, 4, 4), False, (100, 37)),
+    ("causal window", (1, 1111, 1111, 4, 2), True, (255, -1)),
+    ("window off the end", (1, 700, 150, 2, 2), False, (20, 10)),
+    ("one query", (3, 1, 999, 8, 8), True, (-1, -1)),
+    ("tiny", (1, 3, 5, 1, 1), False, (-1, -1)),
+    ("many tiles", (5, 1024, 640, 16, 4), True, (-1, -1)),
+    ("one key", (1, 200, 1, 2, 2), False, (-1, -1)),
+]
+
+
+def guarded(shape, dtype, poison):
+    """A poisoned tensor of the shape with 64 poisoned elements behind it."""
+    n = math.prod(shape)
+    whole = torch.full((n + 64,), poison, device="cuda", dtype=dtype)
+    return whole[:n].view(shape), whole[n:]
+
+
+def check_dense(name, lib, head_dims, seed, failures, dtype=torch.bfloat16, softcaps=SOFTCAPS):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    worst = {}
+    for d in head_dims:
+        for index, (label, shape, causal, window) in enumerate(CASES):
+            for turn, kind in enumerate(KINDS):
+                softcap = softcaps[(index + turn) % len(softcaps)]
+                q, k, v = draw((*shape, d), kind, softcap, generator, dtype)
+                if (
+                    index % 3 == 1
+                ):  # strided inputs: heads before tokens, and a slice of a wider last dimension
+                    q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
+                    v = torch.cat((v, v), -1)[..., d:]
+                scale = d**-0.5
+                out, guard = guarded(q.shape, dtype, math.nan)
+                lse, lse_guard = guarded((q.shape[0], q.shape[2], q.shape[1]), torch.float32, 12345.0)
+                lib.run(lib.fill(q, k, v, out, lse, softcap, scale, causal, window))
+                torch.cuda.synchronize()
+                ref, ref_lse, _ = eager(q, k, v, softcap, scale, causal, window, torch.float64)
+                same, same_lse, _ = eager(q, k, v, softcap, scale, causal, window, dtype)
+                err, err_lse = relative(out, ref), relative(lse, ref_lse)
+                bound, bound_lse = relative(same, ref), relative(same_lse, ref_lse)
+                again = torch.full_like(out, math.nan)
+                lib.run(lib.fill(q, k, v, again, lse, softcap, scale, causal, window))
+                problems = []
+                if not err <= 2 * bound + 1e-5:
+                    problems.append(f"out {err:.1e} eager {bound:.1e}")
+                # tanh.approx is off by up to 8e-6, the polynomials by 1.9e-5: of a logit, that times the cap.
+                if not err_lse <= max(2 * bound_lse, 2e-5):
+                    problems.append(f"lse {err_lse:.1e} eager {bound_lse:.1e}")
+                if not (guard.isnan().all() and (lse_guard == 12345.0).all()):
+                    problems.append("wrote past the end")
+                if not torch.equal(out, again):
+                    problems.append("not the same twice")
+                if kind in ("hot", "saturated") and label not in ("one key", "tiny"):
+                    plain = eager(q, k, v, 0.0, scale, causal, window, torch.float64)[0]
+                    if not relative(plain, ref) > 10 * err:
+                        problems.append(f"blind to the cap {relative(plain, ref):.1e}")
+                key = (d, kind)
+                old = worst.get(key, (0.0, 0.0, 0.0, 0.0))
+                worst[key] = tuple(
+                    max(x, y) if x == x else x
+                    for x, y in zip(
+                        (
+                            err,
+                            err / max(bound, 1e-4),
+                            err_lse,
+                            (lse - ref_lse).abs().nan_to_num().max().item(),
+                        ),
+                        old,
+                        strict=True,
+                    )
+                )
+                if problems:
+                    failures.append((name, d, label, kind, softcap))
+                    if len(failures) < 30:
+                        print(
+                            f"FAIL {name} d{d} {label} {kind} cap {softcap:g}: {'; '.join(problems)}",
+                            flush=True,
+                        )
+        for kind in KINDS:
+            e, ratio, el, ea = worst[d, kind]
+            print(
+                f"check {name:12s} {str(dtype)[6:]:8s} d{d:<3d} {kind:9s} "
+                f"out {e:.2e} ({ratio:.2f} x eager) lse {el:.1e} abs {ea:.1e}",
+                flush=True,
+            )
+
+
+def check_packed(name, lib, head_dims, seed, failures):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for d in head_dims:
+        for label, lq, lk, spare, causal, window in (
+            ("self", [300, 1, 0, 517, 128], None, 0, True, (-1, -1)),
+            ("cross, spare rows", [100, 0, 257, 64], [200, 50, 0, 333], 700, False, (-1, -1)),
+            ("window, spare rows", [640, 77], [500, 300], 9, True, (99, -1)),
+        ):
+            lk = lk or lq
+            softcap, scale = 30.0, d**-0.5
+            cu_q, cu_k = (
+                torch.tensor([0, *torch.tensor(x).cumsum(0)], dtype=torch.int32, device="cuda")
+                for x in (lq, lk)
+            )
+            mk = lambda t, h, d=d: torch.randn(t, h, d, device="cuda", generator=generator)  # noqa: E731
+            q = (mk(sum(lq) + spare, 6) * 8).to(torch.bfloat16)
+            k, v = (mk(sum(lk) + spare, 2).to(torch.bfloat16) for _ in range(2))
+            out, guard = guarded(q.shape, torch.bfloat16, math.nan)
+            lse, lse_guard = guarded((6, q.shape[0]), torch.float32, 12345.0)
+            lib.run(lib.fill(q, k, v, out, lse, softcap, scale, causal, window, cu_q, cu_k, max(lq), max(lk)))
+            torch.cuda.synchronize()
+            ref, ref_lse = (
+                torch.zeros_like(q, dtype=torch.float64),
+                torch.full_like(lse, -math.inf, dtype=torch.float64),
+            )
+            same = torch.zeros_like(q)
+            for i in range(len(lq)):
+                rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
+                x = (q[None, rows], k[None, keys], v[None, keys], softcap, scale, causal, window)
+                o, e, _ = eager(*x, torch.float64)
+                ref[rows], ref_lse[:, rows] = o[0], e[0]
+                same[rows] = eager(*x, torch.bfloat16)[0][0]
+            err, err_lse, bound = relative(out, ref), relative(lse, ref_lse), relative(same, ref)
+            good = (
+                err <= 2 * bound and err_lse < 1e-4 and guard.isnan().all() and (lse_guard == 12345.0).all()
+            )
+            if not good:
+                failures.append((name, d, "packed " + label, "", softcap))
+            print(
+                f"{'check' if good else 'FAIL'} {name:12s} d{d:<3d} packed {label}: "
+                f"out {err:.2e} ({err / bound:.2f} x eager) lse {err_lse:.1e}",
+                flush=True,
+            )
+
+
+SHAPES = {  # B, S, Hq, Hkv, D, causal, window
+    "d128_16k_full": (1, 16384, 16, 16, 128, False, None),
+    "d128_16k_causal": (1, 16384, 16, 16, 128, True, None),
+    "d128_4k_full": (4, 4096, 16, 16, 128, False, None),
+    "d128_4k_causal": (4, 4096, 16, 16, 128, True, None),
+    "d128_1k_causal": (16, 1024, 16, 16, 128, True, None),
+    "gemma2_27b_8k": (1, 8192, 32, 16, 128, True, None),
+    "d64_4k_causal": (4, 4096, 32, 32, 64, True, None),
+    "d64_16k_full": (1, 16384, 32, 32, 64, False, None),
+    "d256_4k_full": (4, 4096, 8, 8, 256, False, None),
+    "d256_4k_causal": (4, 4096, 8, 8, 256, True, None),
+    "gemma2_9b_8k": (1, 8192, 16, 8, 256, True, None),
+    "gemma2_9b_8k_swa": (1, 8192, 16, 8, 256, True, 4096),
+}
+
+
+def flops(b, s, h, d, causal, window):
+    pairs = s * s / 2 if causal else s * s
+    if window is not None:
+        pairs = window * s - window * window / 2
+    return 4.0 * b * h * d * pairs
+
+
+def peers(names):
+    """name -> function(q, k, v, softcap, causal, window); those that import."""
+    found = {}
+    if "cudnn" in names:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        def cudnn(q, k, v, softcap, causal, window):
+            if window:
+                raise ValueError("no window")
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                t = [x.transpose(1, 2) for x in (q, k, v)]
+                return torch.nn.functional.scaled_dot_product_attention(
+                    *t, is_causal=causal, enable_gqa=q.shape[2] != k.shape[2]
+                )
+
+        found["cudnn nocap"] = cudnn
+
+    def flash(f, capped):
+        return lambda q, k, v, softcap, causal, window: f(
+            q,
+            k,
+            v,
+            causal=causal,
+            window_size=(window - 1, 0) if window else (-1, -1),
+            softcap=softcap if capped else 0.0,
+        )
+
+    if "fa3" in names:
+        try:
+            from fa3_fwd_interface import flash_attn_func as fa3
+
+            found["fa3 nocap"], found["fa3 cap"] = flash(fa3, False), flash(fa3, True)
+        except Exception as error:
+            print("no fa3:", repr(error)[:300])
+    if "fa2" in names:
+        try:
+            from flash_attn import flash_attn_func as fa2
+
+            found["fa2 nocap"], found["fa2 cap"] = flash(fa2, False), flash(fa2, True)
+        except Exception as error:
+            print("no fa2:", repr(error)[:300])
+    return found
+
+
+def measure(run, minimum_ms=12.0, limit=100):
+    """Median milliseconds a call over one burst of calls, each between its own pair of events."""
+    run(0)
+    count, times = 3, []
+    while True:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        events[0].record()
+        for i in range(count):
+            run(i)
+            events[i + 1].record()
+        torch.cuda.synchronize()
+        times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+        if sum(times) >= minimum_ms or count >= limit:
+            return statistics.median(times)
+        count = min(limit, max(count + 1, int(count * minimum_ms / sum(times)) + 1))
+
+
+class Clock:
+    """Samples the SM clock and the power while a block runs; None where NVML cannot be asked."""
+
+    def __init__(self):
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self.nvml, self.handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+        except Exception:
+            self.nvml = None
+
+    def __enter__(self):
+        self.samples, self.stop = [], threading.Event()
+        self.thread = threading.Thread(target=self.sample)
+        self.thread.start()
+        return self
+
+    def sample(self):
+        while self.nvml and not self.stop.wait(0.01):
+            self.samples.append(
+                (
+                    self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM),
+                    self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1000,
+                )
+            )
+
+    def __exit__(self, *unused):
+        self.stop.set()
+        self.thread.join()
+
+    def read(self):
+        """Mean (MHz, W) of the second half of the block."""
+        half = self.samples[len(self.samples) // 2 :]
+        return tuple(statistics.fmean(x) for x in zip(*half, strict=True)) if half else (math.nan, math.nan)
+
+
+def call_peer(f, sets, softcap, causal, window, i):
+    return f(*sets[i % 2][:3], softcap, causal, window)
+
+
+def time_all(libs, shapes, peer_names, rounds, softcap, kinds, sustain_ms=0.0):
+    others, rows = peers(peer_names), []
+    for shape in shapes:
+        b, s, hq, hk, d, causal, window = SHAPES[shape]
+        for kind in kinds:
+            generator = torch.Generator("cuda").manual_seed(1)
+            sets = []
+            for _ in range(2):
+                mk = lambda h: torch.randn(b, s, h, d, device="cuda", generator=generator)  # noqa: B023, E731
+                q, k, v = mk(hq), mk(hk), mk(hk)
+                if kind == "anchor":  # scores of deviation 16, as the peers were measured
+                    q, k = q * 4, k * 4
+                elif kind == "saturated":
+                    q, k = (
+                        q.abs() * 20,
+                        k.abs() * torch.randn(b, s, hk, 1, device="cuda", generator=generator).sign(),
+                    )
+                q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
+                sets.append((q, k, v, torch.empty_like(q), torch.empty(b, hq, s, device="cuda")))
+            win = (window - 1, -1) if window else (-1, -1)
+            runs = {}
+            for name, (lib, dims) in libs.items():
+                if d in dims:
+                    filled = [lib.fill(*x, softcap, None, causal, win) for x in sets]
+                    runs[name] = lambda i, lib=lib, filled=filled: lib.run(filled[i % 2])
+            for name, f in others.items():
+                runs[name] = functools.partial(call_peer, f, sets, softcap, causal, window)
+            times = {name: [] for name in runs}
+            for r in range(rounds):
+                names = list(runs)
+                names = names[r % len(names) :] + names[: r % len(names)]
+                for name in names:
+                    if times[name] is None:
+                        continue
+                    try:
+                        times[name].append(measure(runs[name]))
+                    except Exception as error:
+                        times[name] = None
+                        print(shape, name, repr(error)[:120])
+            work = flops(b, s, hq, d, causal, window)
+            line = []
+            for name, t in times.items():
+                if t:
+                    rates = sorted(work / x / 1e9 for x in t)
+                    line.append(f"{name} {statistics.median(rates):.0f} ({rates[0]:.0f}-{rates[-1]:.0f})")
+                    rows.append(
+                        {"shape": shape, "inputs": kind, "softcap": softcap, "name": name, "tflops": rates}
+                    )
+            print(f"time {shape} {kind}: " + " | ".join(line), flush=True)
+            for name in times if sustain_ms else ():
+                if not times[name]:
+                    continue
+                with Clock() as clock:
+                    ms = measure(runs[name], sustain_ms, 100000)
+                mhz, watts = clock.read()
+                # 4096 bf16 operations a clock on each of the multiprocessors.
+                peak = 4096 * torch.cuda.get_device_properties(0).multi_processor_count * mhz * 1e6
+                rate = work / ms * 1e3
+                print(
+                    f"  {name:12s} {rate / 1e12:.0f} TFLOP/s at {mhz:.0f} MHz {watts:.0f} W: "
+                    f"{rate / peak:.1%} of the tensor rate"
+                )
+            del runs
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lib", action="append", default=[], help="NAME=PATH[:head_dim,...]")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--packed", action="store_true")
+    parser.add_argument("--running-max", action="store_true", help="also float16 and caps above 75")
+    parser.add_argument("--time", action="store_true")
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--peers", default="cudnn,fa3")
+    parser.add_argument("--inputs", default="anchor")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--sustain", type=float, default=0.0, help="also run each this many ms and read the clock"
+    )
+    parser.add_argument("--softcap", type=float, default=50.0)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--out", default="")
+    args = parser.parse_args()
+    print(torch.__version__, torch.cuda.get_device_name(), "seed", args.seed)
+    libs = {}
+    for text in args.lib:
+        name, path = text.split("=")
+        path, _, dims = path.partition(":")
+        libs[name] = (Library(path), [int(x) for x in (dims or "64,128,256").split(",")])
+    failures = []
+    for name, (lib, dims) in libs.items():
+        if args.check:
+            try:
+                check_dense(name, lib, dims, args.seed, failures)
+                if args.running_max:
+                    check_dense(name, lib, dims, args.seed + 2, failures, softcaps=(75.0, 80.0, 200.0))
+                    check_dense(name, lib, dims, args.seed + 3, failures, torch.float16, (5.0, 50.0, 100.0))
+                if args.packed:
+                    check_packed(name, lib, dims, args.seed + 1, failures)
+            except RuntimeError as error:
+                failures.append((name, str(error)[:300]))
+                print(name, str(error)[:300], flush=True)
+    if args.check:
+        print("FAILURES" if failures else "all right", len(failures), flush=True)
+    if args.time:
+        shapes, peer_names, kinds = (x.split(",") for x in (args.shapes, args.peers, args.inputs))
+        rows = time_all(libs, shapes, peer_names, args.rounds, args.softcap, kinds, args.sustain)
+        if args.out:
+            with open(args.out, "w") as f:
+                json.dump(rows, f)
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()

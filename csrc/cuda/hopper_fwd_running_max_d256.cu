@@ -1,0 +1,22 @@
+// Forward with a running row maximum, head_dim 256: float16, and caps too large for a constant shift.
+#include "hopper_launch.cuh"
+
+namespace softcap_hopper {
+namespace {
+
+template <bool kBf16, bool kPacked>
+using Running = Config<256, 2, 80, 2, kBf16, kPacked, true, true, true, Tanh::kUnit, 0>;
+
+}  // namespace
+
+int launch_running_max_d256(const Args& args, const Problem& problem, const CapConstants& cap) {
+  const bool packed = args.cu_seqlens_q != nullptr;
+  if (args.dtype == SOFTCAP_HOPPER_BF16) {
+    return packed ? launch<Running<true, true>>(args, problem, cap)
+                  : launch<Running<true, false>>(args, problem, cap);
+  }
+  return packed ? launch<Running<false, true>>(args, problem, cap)
+                : launch<Running<false, false>>(args, problem, cap);
+}
+
+}  // namespace softcap_hopper

@@ -1,0 +1,57 @@
+// C interface of the Hopper (sm_90a) soft-capped attention kernels: raw pointers, no Torch headers.
+//
+//   out = softmax(mask(softcap * tanh(scale * q k^T / softcap))) v
+//   lse = natural log of the sum of exp of those capped, masked scores
+#ifndef SOFTCAP_OPS_CSRC_CUDA_SOFTCAP_HOPPER_H_
+#define SOFTCAP_OPS_CSRC_CUDA_SOFTCAP_HOPPER_H_
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum softcap_hopper_dtype { SOFTCAP_HOPPER_BF16 = 0, SOFTCAP_HOPPER_FP16 = 1 };
+
+// Zero-initialise, set struct_size = sizeof, then fill in. Every stride is in elements; the last dimension
+// (head_dim) of q, k, v and out is contiguous. Fields are only ever added at the end.
+typedef struct softcap_hopper_fwd_args {
+  uint64_t struct_size;
+  const void* q;  // dense (batch, seqlen_q, heads_q, head_dim); packed (total_q, heads_q, head_dim)
+  const void* k;  // dense (batch, seqlen_k, heads_k, head_dim); packed (total_k, heads_k, head_dim)
+  const void* v;  // like k
+  void* out;      // like q
+  float* lse;     // dense (batch, heads_q, seqlen_q); packed (heads_q, total_q); contiguous; may be null
+  const int32_t* cu_seqlens_q;                            // device, (batch + 1); null means dense
+  const int32_t* cu_seqlens_k;                            // device, (batch + 1); null means dense
+  int64_t q_stride_batch, q_stride_token, q_stride_head;  // the batch strides are unused when packed
+  int64_t k_stride_batch, k_stride_token, k_stride_head;
+  int64_t v_stride_batch, v_stride_token, v_stride_head;
+  int64_t out_stride_batch, out_stride_token, out_stride_head;
+  int64_t total_q, total_k;  // packed only: the rows of q, and of k and v
+  int32_t batch;
+  int32_t seqlen_q, seqlen_k;         // dense: the lengths; packed: upper bounds of the lengths
+  int32_t heads_q, heads_k;           // heads_q is a multiple of heads_k
+  int32_t head_dim;                   // 64, 128 or 256
+  int32_t dtype;                      // softcap_hopper_dtype
+  int32_t causal;                     // non-zero: query i sees key j when j <= i + seqlen_k - seqlen_q
+  int32_t window_left, window_right;  // inclusive, around the same diagonal; -1: unlimited
+  float softcap;                      // finite, > 0
+  float scale;                        // finite; multiplies q k^T
+  void* stream;                       // cudaStream_t
+} softcap_hopper_fwd_args;
+
+// Launches the forward on args->stream of the current device. Returns 0, or a positive code for
+// softcap_hopper_error_string. Nothing was launched when the code is not 0.
+int softcap_hopper_fwd(const softcap_hopper_fwd_args* args);
+
+// Why softcap_hopper_fwd would refuse these arguments, without touching a device: 0 when it would not.
+int softcap_hopper_fwd_check(const softcap_hopper_fwd_args* args);
+
+const char* softcap_hopper_error_string(int code);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif  // SOFTCAP_OPS_CSRC_CUDA_SOFTCAP_HOPPER_H_
