@@ -6,6 +6,7 @@ of softcap_ops.distributed predicts from two speeds measured in the same run: th
 
 usage: torchrun --nproc-per-node N benchmarks/bench_context_parallel.py [options]   (GPUs over NCCL, else gloo)
        python benchmarks/bench_context_parallel.py --ranks N [options]              (starts N processes itself)
+       python benchmarks/bench_context_parallel.py --model --ranks N   (what the cost model says; nothing is run)
 options: --shapes NAME,...  --comm NAME,...  --rounds N  --json FILE  --backend NAME (of the kernel)
 """
 
@@ -309,6 +310,27 @@ def _spawned(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
     dist.destroy_process_group()
 
 
+def model(ranks: int, teraflops: float) -> str:
+    """The cost model's forward + backward times, in ms, as a Markdown table: shapes down, schemes across."""
+    schemes = (*SCHEMES[:-1], ("all_gather", "contiguous"), ("a2a+p2p", "zigzag"))
+    names = [f"{comm} {layout}" for comm, layout in schemes]
+    lines = [f"| tokens | window | GB/s | {' | '.join(names)} |", "|---" * (3 + len(names)) + "|"]
+    for seqlen, window in ((16384, 0), (131072, 0), (131072, 4096)):
+        shape = Shape("", seqlen, 32, 16, 128, window)
+        for gigabytes in (400, 50, 10):
+            times = []
+            for comm, layout in schemes:
+                costs = [
+                    cp.cost(r, ranks, comm=comm, layout=layout, a2a_size=4, **_cost_arguments(shape, torch.bfloat16))
+                    for r in range(ranks)
+                ]
+                speeds = teraflops * 1e12, gigabytes * 1e9
+                times.append(sum(cp.busiest(costs, *speeds, backward=backward) for backward in (False, True)) * 1e3)
+            cells = (f"**{t:.1f}**" if t <= 1.02 * min(times) else f"{t:.1f}" for t in times)
+            lines.append(f"| {seqlen} | {window or 'none'} | {gigabytes} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="processes to start, where torchrun does not")
@@ -316,10 +338,14 @@ def main() -> None:
     parser.add_argument("--backend", default=None, help="kernel backend, as in softcap_attention")
     parser.add_argument("--cpu", action="store_true", help="use the CPU even where there are GPUs")
     parser.add_argument("--json", default=None)
+    parser.add_argument("--model", action="store_true", help="print what the cost model says for --ranks")
+    parser.add_argument("--tflops", type=float, default=600.0, help="of the kernel, for --model")
     for name in ("shapes", "comm"):
         parser.add_argument(f"--{name}", type=lambda text: text.split(","), default=[])
     args = parser.parse_args()
-    if "RANK" in os.environ:
+    if args.model:
+        print(model(args.ranks, args.tflops))
+    elif "RANK" in os.environ:
         # As many GPUs as ranks: NCCL. Fewer, or none: gloo, through host memory.
         shared = torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"])
         dist.init_process_group("gloo" if args.cpu or shared else "nccl")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,6 +69,8 @@ class Case:
     sample: Sample
     comm: str
     layout: str
+    device: str = "cpu"
+    backend: str | None = None
 
     def __str__(self) -> str:
         return f"{self.comm}-{self.layout}-{self.sample}"
@@ -89,7 +92,7 @@ class Split:
     def __init__(self, case: Case) -> None:
         self.case, self.sample = case, case.sample
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self._cu_q, self._cu_k = self.sample.cu_seqlens() if self.sample.packed else (None, None)
+        self._cu_q, self._cu_k = self.sample.cu_seqlens(case.device) if self.sample.packed else (None, None)
 
     def of_q(self, t: Tensor) -> Tensor:
         return self._of(t, self._cu_q)
@@ -116,10 +119,12 @@ class Split:
     def options(self) -> dict[str, Any]:
         options = {**self.sample.options, "group": group_for(self.case.comm)}
         options |= {"comm": self.case.comm, "layout": self.case.layout, "return_lse": True}
+        options["backend"] = self.case.backend
         if self._cu_q is not None and self._cu_k is not None:
             options |= {"cu_seqlens_q": self._cu_q, "cu_seqlens_k": self._cu_k}
             for side, cu in (("q", self._cu_q), ("k", self._cu_k)):
-                _, padded = cp.pad_sequences(torch.empty(int(cu[-1])), cu, ranks=self.ranks, layout=self.case.layout)
+                rows = torch.empty(int(cu[-1]), device=cu.device)
+                _, padded = cp.pad_sequences(rows, cu, ranks=self.ranks, layout=self.case.layout)
                 if not torch.equal(padded, cu):
                     options[f"cu_seqlens_{side}_padded"] = padded
         return options
@@ -136,9 +141,9 @@ class Split:
 
 
 @functools.lru_cache(maxsize=64)
-def _whole(sample: Sample, hot: bool, dtype: torch.dtype) -> tuple[Inputs, Result]:
+def _whole(sample: Sample, hot: bool, dtype: torch.dtype, device: str = "cpu") -> tuple[Inputs, Result]:
     """Inputs in `dtype`, and the float64 formula on their values."""
-    x = sample.inputs(dtype, hot=hot)
+    x = sample.inputs(dtype, hot=hot, device=device)
     return x, _evaluate(sample.reference, x.double(), sample)
 
 
@@ -182,10 +187,10 @@ def check_many_float64(cases: list[Case], hot: bool) -> list[str]:
 
 def errors(case: Case, hot: bool, dtype: torch.dtype) -> dict[str, tuple[float, float, float]]:
     """For each output, over this rank's part: (squared error, that of one process, squared size)."""
-    x, ref = _whole(case.sample, hot, dtype)
+    x, ref = _whole(case.sample, hot, dtype, case.device)
     split = Split(case)
     mine, expected = split.evaluate(x), split.result(ref)
-    single = split.result(_evaluate(case.sample.attention, x, case.sample))
+    single = split.result(_evaluate(partial(case.sample.attention, backend=case.backend), x, case.sample))
     return {
         name: (
             _distance(getattr(mine, name), getattr(expected, name)) ** 2,
@@ -196,9 +201,28 @@ def errors(case: Case, hot: bool, dtype: torch.dtype) -> dict[str, tuple[float, 
     }
 
 
+def check_as_exact_as_one_process(per_rank: list[dict[str, tuple[float, float, float]]]) -> None:
+    """What `errors` returned on all ranks: the error against float64 is at most 1.5 times that of one process."""
+    for output in per_rank[0]:
+        error, single, size = (sum(r[output][i] for r in per_rank) ** 0.5 for i in range(3))
+        # Half an ulp of bfloat16 is what rounding the result once costs.
+        allowed = max(1.5 * single, (2**-9 if output != "lse" else 2e-7) * size)
+        assert error <= allowed, f"{output}: {error / size:.3g}, one process {single / size:.3g}"
+
+
+def check_same_compiled(case: Case, dtype: torch.dtype) -> None:
+    """Compiled, the results are those of the eager call."""
+    torch._dynamo.reset()
+    x, _ = _whole(case.sample, True, dtype, case.device)
+    split = Split(case)
+    compiled = torch.compile(softcap_ops.context_parallel_attention, fullgraph=True)
+    for a, b in zip(split.evaluate(x, compiled), split.evaluate(x), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def uncapped_distance(case: Case) -> float:
     """How far the capped out of this rank is from the uncapped one, hot."""
-    x, _ = _whole(case.sample, True, torch.float64)
+    x, _ = _whole(case.sample, True, torch.bfloat16 if case.device == "cuda" else torch.float64, case.device)
     split = Split(case)
     return norm(split.evaluate(x).out - split.evaluate(x, softcap=None).out)
 

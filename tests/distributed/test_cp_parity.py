@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cp_cases import BY_NAME, SAMPLES, Case, check_many_float64, errors, uncapped_distance, zeroed_distance
+from cp_cases import (
+    BY_NAME,
+    SAMPLES,
+    Case,
+    check_as_exact_as_one_process,
+    check_many_float64,
+    errors,
+    uncapped_distance,
+    zeroed_distance,
+)
 from cp_ranks import Ranks
 
 each_layout = pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
@@ -40,12 +49,7 @@ def test_two_ranks_agree_with_one(two: Ranks, comm: str, layout: str, kind: str)
 @each_comm
 @pytest.mark.parametrize("name", ["causal_gqa", "sliding", "padded_causal"])
 def test_bfloat16_is_as_exact_as_one_process(four: Ranks, comm: str, layout: str, name: str) -> None:
-    per_rank = four.run(errors, Case(BY_NAME[name], comm, layout), True, torch.bfloat16)
-    for output in per_rank[0]:
-        error, single, size = (sum(r[output][i] for r in per_rank) ** 0.5 for i in range(3))
-        # Half an ulp of the dtype is what rounding the result once costs.
-        allowed = max(1.5 * single, (2**-9 if output != "lse" else 2e-7) * size)
-        assert error <= allowed, f"{output}: {error / size:.3g}, one process {single / size:.3g}"
+    check_as_exact_as_one_process(four.run(errors, Case(BY_NAME[name], comm, layout), True, torch.bfloat16))
 
 
 @each_layout
