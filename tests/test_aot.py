@@ -41,7 +41,7 @@ class Block(torch.nn.Module):
 
 
 def test_from_cpp(tmp_path: Path) -> None:
-    """With the package imported in an embedded interpreter the numbers are right; without, torch names the op."""
+    """The package imported in an embedded interpreter: the numbers are those of eager."""
     block, x = Block().eval(), torch.ones(2, 9, 32)
     program = torch.export.export(block, (x,))
     package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
@@ -65,13 +65,3 @@ def test_from_cpp(tmp_path: Path) -> None:
     done = run(os.pathsep.join([str(PACKAGE_DIR), site]))
     assert done.returncode == 0, done.stdout + done.stderr
     assert float(done.stdout.split()[1]) == pytest.approx(block(x).sum().item(), rel=1e-4)
-
-    subprocess.run(
-        ["g++", "-std=c++20", "-O0", "-DWITHOUT_PYTHON", str(SOURCE), "-o", str(binary), f"-I{PYTHON_HEADER.parent}",
-         "-isystem", f"{torch_dir}/include", f"-L{torch_dir}/lib", f"-Wl,-rpath,{torch_dir}/lib", "-ltorch",
-         "-ltorch_cpu", "-lc10"],
-        check=True,
-    )  # fmt: skip
-    without = run("")
-    assert without.returncode == 1
-    assert "schema for softcap_ops::attention_fwd" in without.stdout

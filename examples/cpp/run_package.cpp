@@ -20,11 +20,9 @@ int main(int argc, char** argv) {
     std::cerr << "usage: run_package model.pt2\n";
     return 2;
   }
-#ifndef WITHOUT_PYTHON
   Py_Initialize();
   if (PyRun_SimpleString("import softcap_ops") != 0) return 3;
   PyEval_SaveThread();  // the operators take the interpreter's lock themselves, on whichever thread they run
-#endif
   try {
     torch::inductor::AOTIModelPackageLoader model(argv[1]);
     const auto out = model.run({at::ones({2, 9, 32})});
