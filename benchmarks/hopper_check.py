@@ -34,11 +34,7 @@ class FwdArgs(ctypes.Structure):
     _fields_ = (
         [("struct_size", ctypes.c_uint64)]
         + [(n, ctypes.c_void_p) for n in ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k")]
-        + [
-            (f"{t}_stride_{d}", ctypes.c_int64)
-            for t in ["q", "k", "v", "out"]
-            for d in ["batch", "token", "head"]
-        ]
+        + [(f"{t}_stride_{d}", ctypes.c_int64) for t in ["q", "k", "v", "out"] for d in ["batch", "token", "head"]]
         + [(n, ctypes.c_int64) for n in ("total_q", "total_k")]
         + [
             (n, ctypes.c_int32)
@@ -205,9 +201,7 @@ def check_dense(name, lib, head_dims, seed, failures, dtype=torch.bfloat16, soft
             for turn, kind in enumerate(KINDS):
                 softcap = softcaps[(index + turn) % len(softcaps)]
                 q, k, v = draw((*shape, d), kind, softcap, generator, dtype)
-                if (
-                    index % 3 == 1
-                ):  # strided inputs: heads before tokens, and a slice of a wider last dimension
+                if index % 3 == 1:  # strided inputs: heads before tokens, and a slice of a wider last dimension
                     q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
                     v = torch.cat((v, v), -1)[..., d:]
                 scale = d**-0.5
@@ -277,8 +271,7 @@ def check_packed(name, lib, head_dims, seed, failures):
             lk = lk or lq
             softcap, scale = 30.0, d**-0.5
             cu_q, cu_k = (
-                torch.tensor([0, *torch.tensor(x).cumsum(0)], dtype=torch.int32, device="cuda")
-                for x in (lq, lk)
+                torch.tensor([0, *torch.tensor(x).cumsum(0)], dtype=torch.int32, device="cuda") for x in (lq, lk)
             )
             mk = lambda t, h, d=d: torch.randn(t, h, d, device="cuda", generator=generator)  # noqa: E731
             q = (mk(sum(lq) + spare, 6) * 8).to(torch.bfloat16)
@@ -299,9 +292,7 @@ def check_packed(name, lib, head_dims, seed, failures):
                 ref[rows], ref_lse[:, rows] = o[0], e[0]
                 same[rows] = eager(*x, torch.bfloat16)[0][0]
             err, err_lse, bound = relative(out, ref), relative(lse, ref_lse), relative(same, ref)
-            good = (
-                err <= 2 * bound and err_lse < 1e-4 and guard.isnan().all() and (lse_guard == 12345.0).all()
-            )
+            good = err <= 2 * bound and err_lse < 1e-4 and guard.isnan().all() and (lse_guard == 12345.0).all()
             if not good:
                 failures.append((name, d, "packed " + label, "", softcap))
             print(
@@ -481,9 +472,7 @@ def time_all(libs, shapes, peer_names, rounds, softcap, kinds, sustain_ms=0.0):
                 if t:
                     rates = sorted(work / x / 1e9 for x in t)
                     line.append(f"{name} {statistics.median(rates):.0f} ({rates[0]:.0f}-{rates[-1]:.0f})")
-                    rows.append(
-                        {"shape": shape, "inputs": kind, "softcap": softcap, "name": name, "tflops": rates}
-                    )
+                    rows.append({"shape": shape, "inputs": kind, "softcap": softcap, "name": name, "tflops": rates})
             print(f"time {shape} {kind}: " + " | ".join(line), flush=True)
             for name in times if sustain_ms else ():
                 if not times[name]:
@@ -503,9 +492,7 @@ def time_all(libs, shapes, peer_names, rounds, softcap, kinds, sustain_ms=0.0):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lib", action="append", default=[], help="NAME=PATH[:head_dim,...]")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--packed", action="store_true")
@@ -515,9 +502,7 @@ def main():
     parser.add_argument("--peers", default="cudnn,fa3")
     parser.add_argument("--inputs", default="anchor")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--sustain", type=float, default=0.0, help="also run each this many ms and read the clock"
-    )
+    parser.add_argument("--sustain", type=float, default=0.0, help="also run each this many ms and read the clock")
     parser.add_argument("--softcap", type=float, default=50.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--out", default="")

@@ -85,7 +85,10 @@ def compiled_loss(model: Gemma2ForCausalLM, device: str, found: Counter[str]) ->
             return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
     return torch.compile(
-        loss, fullgraph=True, dynamic=False, backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=count)
+        loss,
+        fullgraph=True,
+        dynamic=False,
+        backend=lambda graph, inputs: compile_fx(graph, inputs, inner_compile=count),
     )
 
 

@@ -87,7 +87,7 @@ class _Forward(_SingleLevelFunction):
         ctx: Any, keyset: Any, q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, options: Options
     ) -> tuple[Tensor, Tensor]:
         op = _schema.cp_attention_fwd
-        out, lse = _autograd._inside_function(op, keyset, q, k, v, *sharding, *options, True)
+        out, lse = _autograd._inside_function(_autograd._below_autograd, op, keyset, q, k, v, *sharding, *options, True)
         ctx.save_for_backward(q, k, v, out, lse, *sharding[:4], options.softcap_tensor, options.scale_tensor)
         ctx.set_materialize_grads(False)
         ctx.sharding = sharding[4:]
