@@ -21,6 +21,7 @@ import statistics
 import sys
 import threading
 import time
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,7 +32,7 @@ SOFTCAPS = (5.0, 30.0, 50.0, 64.0)
 class FwdArgs(ctypes.Structure):
     """softcap_hopper_fwd_args of csrc/cuda/softcap_hopper.h, field by field."""
 
-    _fields_ = (
+    _fields_: ClassVar[Any] = (
         [("struct_size", ctypes.c_uint64)]
         + [(n, ctypes.c_void_p) for n in ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k")]
         + [(f"{t}_stride_{d}", ctypes.c_int64) for t in ["q", "k", "v", "out"] for d in ["batch", "token", "head"]]
@@ -58,26 +59,26 @@ class FwdArgs(ctypes.Structure):
 class Library:
     """One build: fill(), then run() as often as wanted."""
 
-    def __init__(self, path):
+    def __init__(self, path: Any) -> None:
         self.c = ctypes.CDLL(path)
         self.c.softcap_hopper_error_string.restype = ctypes.c_char_p
 
     def fill(
         self,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        softcap,
-        scale=None,
-        causal=False,
-        window=(-1, -1),
-        cu_q=None,
-        cu_k=None,
-        max_q=0,
-        max_k=0,
-    ):
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        softcap: Any,
+        scale: Any = None,
+        causal: Any = False,
+        window: Any = (-1, -1),
+        cu_q: Any = None,
+        cu_k: Any = None,
+        max_q: Any = 0,
+        max_k: Any = 0,
+    ) -> Any:
         a = FwdArgs(struct_size=ctypes.sizeof(FwdArgs))
         a.q, a.k, a.v, a.out, a.lse = (x.data_ptr() for x in (q, k, v, out, lse))
         packed = cu_q is not None
@@ -100,13 +101,13 @@ class Library:
         a.keep = (q, k, v, out, lse, cu_q, cu_k)
         return a
 
-    def run(self, a):
+    def run(self, a: Any) -> None:
         code = self.c.softcap_hopper_fwd(ctypes.byref(a))
         if code:
             raise RuntimeError(f"{code}: {self.c.softcap_hopper_error_string(code).decode()}")
 
 
-def visible(sq, sk, causal, window, device):
+def visible(sq: Any, sk: Any, causal: Any, window: Any, device: Any) -> Any:
     i = torch.arange(sq, device=device)[:, None] + sk - sq
     j = torch.arange(sk, device=device)[None]
     see = torch.ones(sq, sk, dtype=torch.bool, device=device)
@@ -119,7 +120,7 @@ def visible(sq, sk, causal, window, device):
     return see
 
 
-def eager(q, k, v, softcap, scale, causal, window, dtype):
+def eager(q: Any, k: Any, v: Any, softcap: Any, scale: Any, causal: Any, window: Any, dtype: Any) -> Any:
     """Reference out and lse for (B, S, H, D) inputs; dtype bf16 is the eager formula of that dtype."""
     group = q.shape[2] // k.shape[2]
     q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))
@@ -135,7 +136,7 @@ def eager(q, k, v, softcap, scale, causal, window, dtype):
     return (p @ v).transpose(1, 2), lse, peak
 
 
-def relative(x, ref):
+def relative(x: Any, ref: Any) -> Any:
     """norm(x - ref) / norm(ref), infinities required to agree; NaN when they do not."""
     x, ref = x.double(), ref.double()
     both = torch.isinf(ref)
@@ -145,7 +146,7 @@ def relative(x, ref):
     return ((x - ref).norm() / ref.norm().clamp_min(1e-30)).item()
 
 
-def draw(case, kind, softcap, generator, dtype=torch.bfloat16):
+def draw(case: Any, kind: Any, softcap: Any, generator: Any, dtype: Any = torch.bfloat16) -> Any:
     b, sq, sk, hq, hk, d = case
     mk = lambda s, h: torch.randn(b, s, h, d, device="cuda", generator=generator)  # noqa: E731
     q, k, v = mk(sq, hq), mk(sk, hk), mk(sk, hk)
@@ -186,16 +187,18 @@ CASES = [  # name, (B, Sq, Skv, Hq, Hkv), causal, window
 ]
 
 
-def guarded(shape, dtype, poison):
+def guarded(shape: Any, dtype: Any, poison: Any) -> Any:
     """A poisoned tensor of the shape with 64 poisoned elements behind it."""
     n = math.prod(shape)
     whole = torch.full((n + 64,), poison, device="cuda", dtype=dtype)
     return whole[:n].view(shape), whole[n:]
 
 
-def check_dense(name, lib, head_dims, seed, failures, dtype=torch.bfloat16, softcaps=SOFTCAPS):
+def check_dense(
+    name: Any, lib: Any, head_dims: Any, seed: Any, failures: Any, dtype: Any = torch.bfloat16, softcaps: Any = SOFTCAPS
+) -> None:
     generator = torch.Generator("cuda").manual_seed(seed)
-    worst = {}
+    worst: dict[Any, Any] = {}
     for d in head_dims:
         for index, (label, shape, causal, window) in enumerate(CASES):
             for turn, kind in enumerate(KINDS):
@@ -260,7 +263,7 @@ def check_dense(name, lib, head_dims, seed, failures, dtype=torch.bfloat16, soft
             )
 
 
-def check_packed(name, lib, head_dims, seed, failures):
+def check_packed(name: Any, lib: Any, head_dims: Any, seed: Any, failures: Any) -> None:
     generator = torch.Generator("cuda").manual_seed(seed)
     for d in head_dims:
         for label, lq, lk, spare, causal, window in (
@@ -318,20 +321,20 @@ SHAPES = {  # B, S, Hq, Hkv, D, causal, window
 }
 
 
-def flops(b, s, h, d, causal, window):
+def flops(b: Any, s: Any, h: Any, d: Any, causal: Any, window: Any) -> Any:
     pairs = s * s / 2 if causal else s * s
     if window is not None:
         pairs = window * s - window * window / 2
     return 4.0 * b * h * d * pairs
 
 
-def peers(names):
+def peers(names: Any) -> Any:
     """name -> function(q, k, v, softcap, causal, window); those that import."""
     found = {}
     if "cudnn" in names:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        def cudnn(q, k, v, softcap, causal, window):
+        def cudnn(q: Any, k: Any, v: Any, softcap: Any, causal: Any, window: Any) -> Any:
             if window:
                 raise ValueError("no window")
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -342,7 +345,7 @@ def peers(names):
 
         found["cudnn nocap"] = cudnn
 
-    def flash(f, capped):
+    def flash(f: Any, capped: Any) -> Any:
         return lambda q, k, v, softcap, causal, window: f(
             q,
             k,
@@ -369,7 +372,7 @@ def peers(names):
     return found
 
 
-def measure(run, minimum_ms=12.0, limit=100):
+def measure(run: Any, minimum_ms: Any = 12.0, limit: Any = 100) -> Any:
     """Median milliseconds a call over one burst of calls, each between its own pair of events."""
     run(0)
     count, times = 3, []
@@ -389,7 +392,7 @@ def measure(run, minimum_ms=12.0, limit=100):
 class Clock:
     """Samples the SM clock and the power while a block runs; None where NVML cannot be asked."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         try:
             import pynvml
 
@@ -398,13 +401,13 @@ class Clock:
         except Exception:
             self.nvml = None
 
-    def __enter__(self):
+    def __enter__(self) -> Any:
         self.samples, self.stop = [], threading.Event()
         self.thread = threading.Thread(target=self.sample)
         self.thread.start()
         return self
 
-    def sample(self):
+    def sample(self) -> None:
         while self.nvml and not self.stop.wait(0.01):
             self.samples.append(
                 (
@@ -413,21 +416,23 @@ class Clock:
                 )
             )
 
-    def __exit__(self, *unused):
+    def __exit__(self, *unused: Any) -> None:
         self.stop.set()
         self.thread.join()
 
-    def read(self):
+    def read(self) -> Any:
         """Mean (MHz, W) of the second half of the block."""
         half = self.samples[len(self.samples) // 2 :]
         return tuple(statistics.fmean(x) for x in zip(*half, strict=True)) if half else (math.nan, math.nan)
 
 
-def call_peer(f, sets, softcap, causal, window, i):
+def call_peer(f: Any, sets: Any, softcap: Any, causal: Any, window: Any, i: Any) -> Any:
     return f(*sets[i % 2][:3], softcap, causal, window)
 
 
-def time_all(libs, shapes, peer_names, rounds, softcap, kinds, sustain_ms=0.0):
+def time_all(
+    libs: Any, shapes: Any, peer_names: Any, rounds: Any, softcap: Any, kinds: Any, sustain_ms: Any = 0.0
+) -> Any:
     others, rows = peers(peer_names), []
     for shape in shapes:
         b, s, hq, hk, d, causal, window = SHAPES[shape]
@@ -491,7 +496,7 @@ def time_all(libs, shapes, peer_names, rounds, softcap, kinds, sustain_ms=0.0):
     return rows
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lib", action="append", default=[], help="NAME=PATH[:head_dim,...]")
     parser.add_argument("--check", action="store_true")

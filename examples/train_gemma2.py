@@ -33,7 +33,7 @@ from softcap_ops.integrations import transformers as integration
 
 matplotlib.use("Agg")
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 192,
     "intermediate_size": 384,
