@@ -62,7 +62,9 @@ def _forward_below_autograd(
 
 def _is_kernel_only(*tensors: Tensor | None) -> bool:
     """Whether a backward op on these would reach its kernel without anything else looking at the call."""
-    if torch.is_grad_enabled() or _C._len_torch_dispatch_stack() or _C._are_functorch_transforms_active():
+    if torch.is_grad_enabled() or torch.autograd._profiler_enabled():
+        return False
+    if _C._len_torch_dispatch_stack() or _C._are_functorch_transforms_active():
         return False
     keysets = {_C._dispatch_keys(t).raw_repr() for t in tensors if t is not None}
     return keysets <= _PLAIN
