@@ -2,9 +2,9 @@
 
 At step s, of those that any rank needs, rank r works with the keys of rank r - s. It gets them from there directly,
 while it computes the step before, and only the rows that its queries see: a causal mask moves half of what a full one
-does (three quarters in zigzag), and steps that a window cannot reach are not made at all. The backward makes the same steps, computes from the
-merged out and lse, and sends each rank the gradients of the keys it sent. At any time a rank holds two foreign blocks,
-the one in use and the one arriving (Ring Attention, Liu et al. 2023).
+does (three quarters in zigzag), and steps that a window cannot reach are not made at all. The backward makes the same
+steps, computes from the merged out and lse, and sends each rank the gradients of the keys it sent. At any time a rank
+holds two foreign blocks, the one in use and the one arriving (Ring Attention, Liu et al. 2023).
 """
 
 from __future__ import annotations
