@@ -6,6 +6,7 @@ same layout over n / m ranks. That makes a2a under p2p possible, and with m = n 
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -48,21 +49,14 @@ class Interleave(NamedTuple):
             pieces += [(member, base, rows - base) for member in range(members)]
         return cls(tuple(pieces), rows, members, packed)
 
-    def _order(self, device: torch.device) -> Tensor:
-        """For each joined row, member * rows + row."""
-        starts = [torch.arange(row, row + n) + member * self.rows for member, row, n in self.pieces]
-        return (torch.cat(starts) if starts else torch.empty(0, dtype=torch.int64)).to(device)
-
     def join(self, x: Tensor) -> Tensor:
         """(members, ..., rows, heads, head_dim) in the order of the sequence."""
         if self.members == 1:
             return x[0]
         if not self.packed:  # a few long pieces: one copy of each
             return torch.cat([x[member].narrow(-3, row, n) for member, row, n in self.pieces], -3)
-        order = self._order(x.device)
-        by_row = x.movedim(-3, 1)  # (members, rows, ...)
-        joined = by_row[order.div(self.rows, rounding_mode="floor"), order % self.rows] if self.rows else by_row[0]
-        return joined.movedim(0, -3)
+        member, row, _ = _order(self.pieces, self.rows, x.device)
+        return x.movedim(-3, 1)[member, row].movedim(0, -3)
 
     def split(self, x: Tensor) -> Tensor:
         """The inverse of `join`."""
@@ -75,5 +69,14 @@ class Interleave(NamedTuple):
                 parts[member].append((row, x.narrow(-3, offset, n)))
                 offset += n
             return torch.stack([torch.cat([t for _, t in sorted(p, key=lambda e: e[0])], -3) for p in parts])
-        by_row = x.movedim(-3, 0).index_select(0, self._order(x.device).argsort())
+        by_row = x.movedim(-3, 0).index_select(0, _order(self.pieces, self.rows, x.device)[2])
         return by_row.unflatten(0, (self.members, self.rows)).movedim(1, -3)
+
+
+@functools.lru_cache(maxsize=64)
+def _order(pieces: tuple[tuple[int, int, int], ...], rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """(member, row) of each joined row, and where each member's rows are in the joined order, member by member."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    member = torch.cat([nothing, *(torch.full((n,), m) for m, _, n in pieces)])
+    row = torch.cat([nothing, *(torch.arange(first, first + n) for _, first, n in pieces)])
+    return member.to(device), row.to(device), (member * rows + row).argsort().to(device)

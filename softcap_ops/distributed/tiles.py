@@ -155,7 +155,8 @@ def _spans_of(tiles: list[Tile]) -> list[Span]:
     return result
 
 
-def rows_of(spans: Iterable[Span], device: torch.device) -> slice | Tensor:
+@functools.lru_cache(maxsize=256)
+def rows_of(spans: tuple[Span, ...], device: torch.device) -> slice | Tensor:
     """Rows as a slice where they are consecutive, else as an index."""
     merged: list[Span] = []
     for start, length in spans:
@@ -187,7 +188,8 @@ def _call(tiles: list[Tile], packed: bool, device: torch.device) -> Call:
             torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device) for lengths in (lengths_q, lengths_k)
         )
         packing = Packing(cu_q, cu_k, max(lengths_q), max(lengths_k))
-    return Call(rows_of((t.q for t in tiles), device), rows_of((t.k for t in tiles), device), packing, causal, window)
+    q_rows, k_rows = (rows_of(spans, device) for spans in (tuple(t.q for t in tiles), tuple(t.k for t in tiles)))
+    return Call(q_rows, k_rows, packing, causal, window)
 
 
 class _Bucket(NamedTuple):

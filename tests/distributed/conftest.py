@@ -14,11 +14,11 @@ if not dist.is_available() or not dist.is_gloo_available():
 def two() -> Iterator[Ranks]:
     ranks = Ranks(2)
     yield ranks
-    ranks.close()
+    ranks.kill()
 
 
 @pytest.fixture(scope="session")
 def four() -> Iterator[Ranks]:
     ranks = Ranks(4)
     yield ranks
-    ranks.close()
+    ranks.kill()

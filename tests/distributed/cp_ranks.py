@@ -36,16 +36,12 @@ def _serve(connection: Any, rank: int, size: int, rendezvous: str) -> None:
     )
     connection.send((True, None))
     while True:
-        task = connection.recv()
-        if task is None:
-            break
-        function, args = task
+        function, args = connection.recv()
         try:
             torch.manual_seed(0)
             connection.send((True, function(*args)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
-    dist.destroy_process_group()
 
 
 class Ranks:
@@ -98,15 +94,9 @@ class Ranks:
         return results
 
     def kill(self) -> None:
+        """End the processes. Nothing they hold is worth an orderly end."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
             process.join()
         self._processes, self._connections = [], []
-
-    def close(self) -> None:
-        for connection in self._connections:
-            connection.send(None)
-        for process in self._processes:
-            process.join(10)
-        self.kill()

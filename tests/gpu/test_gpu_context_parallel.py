@@ -36,7 +36,7 @@ NAMES = (
 def four() -> Iterator[Ranks]:
     ranks = Ranks(4)
     yield ranks
-    ranks.close()
+    ranks.kill()
 
 
 def _case(name: str, comm: str, layout: str, backend: str, head_dim: int = 64) -> Case:
