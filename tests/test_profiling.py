@@ -29,11 +29,11 @@ def test_ranges_name_the_op_and_the_backend(name: str) -> None:
     sample = BY_NAME[name]
     prefix = "varlen_" if sample.packed else ""
     names = [e.name for e in events(sample).events()]
-    for op in ("attention_fwd", "attention_bwd"):
-        assert names.count(f"softcap_ops::{prefix}{op}") == 1
-        assert names.count(f"softcap_ops::{prefix}{op} [cpu]") == 1
-        # The range is inside the op: a trace viewer nests it there.
-        assert names.index(f"softcap_ops::{prefix}{op}") < names.index(f"softcap_ops::{prefix}{op} [cpu]")
+    forward, backward = (f"softcap_ops::{prefix}attention_{which} [cpu]" for which in ("fwd", "bwd"))
+    assert (names.count(forward), names.count(backward)) == (1, 1)
+    # In what calls the kernel, so that a trace viewer nests it: the operator, and the autograd node of the backward.
+    assert names.index(f"softcap_ops::{prefix}attention_fwd") < names.index(forward)
+    assert names.index("_ForwardBackward") < names.index(backward)
 
 
 def test_ranges_when_compiled() -> None:
