@@ -91,8 +91,8 @@ class Products {
     KeyBlock<T> block{step.keys(), nullptr, 0, 0, nullptr, 0};
     // The next block is on its way while this one is multiplied.
     const int64_t next = step.end + kBlockKeys < s.len_kv ? kBlockKeys : s.len_kv - step.end;
-    for (int64_t j = step.keys(); j < step.keys() + next; ++j)
-      prefetch_row(src + j * x.strides.seq * size, x);
+    if (x.strides.dim == 1)
+      prefetch(src + step.keys() * x.strides.seq * size, x.strides.seq * size, next, d * size);
     if (in_pairs()) {
       block.half = reinterpret_cast<const uint16_t*>(src);
       block.half_stride = x.strides.seq;
@@ -212,10 +212,10 @@ class Products {
   }
 
  private:
-  void prefetch_row(const char* row, const Input& x) const {
-    if (x.strides.dim != 1) return;
-    for (int64_t i = 0; i < p_.head_dim * element_size(p_.dtype); i += kAlignment)
-      __builtin_prefetch(row + i, 0, 2);
+  static void prefetch(const char* src, int64_t stride, int64_t rows, int64_t bytes) {
+    for (int64_t j = 0; j < rows; ++j) {
+      for (int64_t i = 0; i < bytes; i += kAlignment) __builtin_prefetch(src + j * stride + i, 0, 2);
+    }
   }
 
   void convert(const char* src, int64_t row_stride, int64_t col_stride, T* dst, KeyBlock<T>* block) const {
