@@ -278,6 +278,9 @@ def mistakes() -> list[Mistake]:
     nested: dict[str, Any] = {n: jagged(3, 5) for n in "qkv"} | {"softcap": 5.0}
     row("jagged q, plain k", nested, {"k": rand(2, 6, 2, 8)}, TypeError,
         "k must be a jagged nested tensor like the others, got a plain tensor of shape (2, 6, 2, 8)", PUBLIC, True)
+    three = jagged(3, 5, 1)
+    row("jagged k of another batch", nested, {"k": three}, ValueError,
+        f"k must have the batch of q, 2, got shape {tuple(three.shape)}", PUBLIC, True)
     strided = torch.nested.nested_tensor([rand(3, 2, 8), rand(5, 2, 8)])
     row("strided nested v", nested, {"v": strided}, TypeError,
         "v must be a jagged nested tensor like the others, got a nested tensor of layout torch.strided", PUBLIC, True)
