@@ -7,6 +7,7 @@ split), a scheme and a layout.
 from __future__ import annotations
 
 import functools
+import random
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -239,3 +240,26 @@ def zeroed_distance(case: Case, zeroed: int) -> None:
     mine = split.evaluate(x)
     for name in Result._fields:
         assert _distance(getattr(mine, name), getattr(expected, name)) < 1e-9, name
+
+
+def random_case(seed: int) -> Case:
+    """Any scheme, layout, mask, packing and shape, for four ranks."""
+    r = random.Random(seed)
+    comm, layout = r.choice(["p2p", "all_gather", "a2a", "a2a+p2p"]), r.choice(["zigzag", "contiguous"])
+    heads_kv = {"a2a": 4, "a2a+p2p": 2}.get(comm, 1) * r.randint(1, 2)
+    fields: dict[str, Any] = {
+        "heads_q": heads_kv * r.randint(1, 3),
+        "heads_kv": heads_kv,
+        "head_dim": r.choice([3, 8, 16]),
+        "softcap": r.choice([None, 1.0, 5.0, 30.0]),
+        "scale": r.choice([None, 0.5, -0.1]),
+        "causal": r.random() < 0.5,
+        "window": (r.choice([-1, 0, 3, 17, 100]), r.choice([-1, 0, 3, 17, 100])),
+    }
+    if r.random() < 0.5:
+        fields |= {"batch": r.randint(1, 3), "seqlen_q": 8 * r.randint(1, 6), "seqlen_k": 8 * r.randint(1, 6)}
+    else:
+        lengths = tuple(r.randint(0, 40) for _ in range(r.randint(1, 4)))
+        crossed = tuple(r.randint(0, 40) for _ in lengths)
+        fields |= {"lengths_q": lengths, "lengths_k": lengths if r.random() < 0.6 else crossed}
+    return Case(Sample(f"random_{seed}", **fields), comm, layout)

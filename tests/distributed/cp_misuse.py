@@ -140,3 +140,9 @@ def collectives_of_repeated_calls() -> tuple[int, int]:
     finally:
         agreement.transport.all_gather = original
     return counts[0], counts[1]
+
+
+def uneven_lengths(layout: str) -> Any:
+    """2999 tokens over four ranks, as a loader without padding deals them out."""
+    shape = (1, 749 if dist.get_rank() == 3 else 750, 4, 8)
+    return _call({"q": shape, "k": shape, "layout": layout}, False)

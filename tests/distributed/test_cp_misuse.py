@@ -70,3 +70,12 @@ def test_what_is_no_group_is_refused(two: Ranks) -> None:
 def test_agreement_is_one_message(two: Ranks) -> None:
     for first, second in two.run(cp_misuse.collectives_of_repeated_calls):
         assert (first, second) == (1, 1)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_lengths_that_the_ranks_do_not_share(four: Ranks, layout: str) -> None:
+    """case 67"""
+    expected = "disagree on the shape of q" if layout == "contiguous" else "must hold an even number of positions"
+    for result in four.run(cp_misuse.uneven_lengths, layout, timeout=SECONDS):
+        assert result.startswith("ValueError: ")
+        assert expected in result

@@ -11,6 +11,7 @@ from cp_cases import (
     check_as_exact_as_one_process,
     check_many_float64,
     errors,
+    random_case,
     uncapped_distance,
     zeroed_distance,
 )
@@ -62,3 +63,9 @@ def test_the_cap_is_on(four: Ranks, comm: str, layout: str) -> None:
 @pytest.mark.parametrize("zeroed", range(4))
 def test_gradients_with_the_keys_of_one_rank_zeroed(four: Ranks, comm: str, zeroed: int) -> None:
     four.run(zeroed_distance, Case(BY_NAME["causal_gqa"], comm, "zigzag"), zeroed)
+
+
+@pytest.mark.parametrize("first", range(0, 120, 30))
+def test_random_cases_agree_with_one_process(four: Ranks, first: int) -> None:
+    wrong = four.run(check_many_float64, [random_case(seed) for seed in range(first, first + 30)], False)
+    assert not any(wrong), wrong
