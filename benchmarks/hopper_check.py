@@ -340,7 +340,7 @@ def peers(names: Any) -> Any:
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 t = [x.transpose(1, 2) for x in (q, k, v)]
                 return torch.nn.functional.scaled_dot_product_attention(
-                    *t, is_causal=causal, enable_gqa=q.shape[2] != k.shape[2]
+                    t[0], t[1], t[2], is_causal=causal, enable_gqa=q.shape[2] != k.shape[2]
                 )
 
         found["cudnn nocap"] = cudnn
@@ -402,7 +402,8 @@ class Clock:
             self.nvml = None
 
     def __enter__(self) -> Any:
-        self.samples, self.stop = [], threading.Event()
+        self.samples: list[Any] = []
+        self.stop = threading.Event()
         self.thread = threading.Thread(target=self.sample)
         self.thread.start()
         return self
@@ -459,7 +460,7 @@ def time_all(
                     runs[name] = lambda i, lib=lib, filled=filled: lib.run(filled[i % 2])
             for name, f in others.items():
                 runs[name] = functools.partial(call_peer, f, sets, softcap, causal, window)
-            times = {name: [] for name in runs}
+            times: dict[str, Any] = {name: [] for name in runs}
             for r in range(rounds):
                 names = list(runs)
                 names = names[r % len(names) :] + names[: r % len(names)]
@@ -518,7 +519,7 @@ def main() -> None:
         name, path = text.split("=")
         path, _, dims = path.partition(":")
         libs[name] = (Library(path), [int(x) for x in (dims or "64,128,256").split(",")])
-    failures = []
+    failures: list[Any] = []
     for name, (lib, dims) in libs.items():
         if args.check:
             try:
