@@ -81,7 +81,7 @@ def test_max_seqlen_export() -> None:
 
 
 def test_whole_model_is_one_graph() -> None:
-    """A model with both kinds of layer; other sizes add the dynamic graph and no more. Training: test_checkpoint_fsdp."""
+    """Both kinds of layer; other sizes add the dynamic graph and no more. Training: test_checkpoint_fsdp.py."""
     model = gemma.build()
     f, counter = counted(model)
     with torch.no_grad():
