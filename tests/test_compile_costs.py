@@ -81,12 +81,11 @@ def test_max_seqlen_export() -> None:
 
 
 def test_whole_model_is_one_graph() -> None:
-    """Forward and backward of a model with both kinds of layer; other sizes add the dynamic graph and no more."""
+    """Both kinds of layer; other sizes add the dynamic graph and no more. Training: test_checkpoint_fsdp.py."""
     model = gemma.build()
     f, counter = counted(model)
-    for items, seqlen in ((3, 9), (2, 6), (4, 7)):
-        x = gemma.batch(items, seqlen)
-        expected, actual = model(x), f(x)
-        torch.testing.assert_close(actual, expected)
-        actual.sum().backward()
+    with torch.no_grad():
+        for items, seqlen in ((3, 9), (2, 6), (4, 7)):
+            x = gemma.batch(items, seqlen)
+            torch.testing.assert_close(f(x), model(x))
     assert counter.frame_count == 2
