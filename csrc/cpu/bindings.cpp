@@ -20,7 +20,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 void parallel_for(int64_t n, softcap_cpu::ParallelBody body, void* context) {
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, n, 1, body, context));
+  torch::stable::parallel_for(0, n, 1, [=](int64_t begin, int64_t end) { body(begin, end, context); });
 }
 
 softcap_cpu::Threads threads() {
