@@ -260,7 +260,7 @@ def main() -> None:
     report = {
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
+        "isa": torch.ops.softcap_ops._cpu_isa(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -70,4 +70,7 @@ struct Threads {
 void attention_forward(const ForwardArgs& args, const Threads& threads);
 void attention_backward(const BackwardArgs& args, const Threads& threads);
 
+// The instruction set in use: "baseline", "avx2", "avx512" or "avx512bf16".
+const char* isa_name();
+
 }  // namespace softcap_cpu

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
+#include <string>
 
 #include "attention.h"
 
@@ -20,7 +21,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 void parallel_for(int64_t n, softcap_cpu::ParallelBody body, void* context) {
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(0, n, 1, body, context));
+  torch::stable::parallel_for(0, n, 1, [=](int64_t begin, int64_t end) { body(begin, end, context); });
 }
 
 softcap_cpu::Threads threads() {
@@ -210,6 +211,8 @@ void attention_bwd(const Tensor& dout, const std::optional<Tensor>& dlse, const 
   if (call.has_heads()) softcap_cpu::attention_backward(args, threads());
 }
 
+std::string cpu_isa() { return softcap_cpu::isa_name(); }
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(softcap_ops, m) {
@@ -221,9 +224,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(softcap_ops, m) {
       "_cpu_attention_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
       "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float softcap, float scale, bool causal, int window_left, "
       "int window_right, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv) -> ()");
+  m.def("_cpu_isa() -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(softcap_ops, CPU, m) {
   m.impl("_cpu_attention_fwd", TORCH_BOX(&attention_fwd));
   m.impl("_cpu_attention_bwd", TORCH_BOX(&attention_bwd));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(softcap_ops, CompositeExplicitAutograd, m) {
+  m.impl("_cpu_isa", TORCH_BOX(&cpu_isa));
 }

@@ -127,7 +127,4 @@ const Kernels<T>& kernels();
 // Null where the machine does not multiply bfloat16.
 const PairKernels* pair_kernels();
 
-// "baseline", "avx2", "avx512" or "avx512bf16".
-const char* isa_name();
-
 }  // namespace softcap_cpu
