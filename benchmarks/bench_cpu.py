@@ -30,6 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from softcap_ops import available_backends, softcap_attention
+
 RESULTS = Path(__file__).parent / "results" / "cpu.json"
 SOFTCAP = 50.0
 
@@ -60,31 +62,7 @@ SHAPES = [
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    return _OurAttention.apply(q, k, v, causal)
-
-
-class _OurAttention(torch.autograd.Function):
-    """The raw operators, as the package would call them."""
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:  # type: ignore[no-untyped-def]
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lse = torch.empty(q.shape[0], q.shape[2], q.shape[1])
-        scale = q.shape[-1] ** -0.5
-        torch.ops.softcap_ops._cpu_attention_fwd(q, k, v, None, None, SOFTCAP, scale, causal, -1, -1, out, lse)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.causal = causal
-        return out
-
-    @staticmethod
-    def backward(ctx, dout: Tensor):  # type: ignore[no-untyped-def]
-        q, k, v, out, lse = ctx.saved_tensors
-        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-        scale = q.shape[-1] ** -0.5
-        torch.ops.softcap_ops._cpu_attention_bwd(
-            dout, None, q, k, v, out, lse, None, None, SOFTCAP, scale, ctx.causal, -1, -1, *grads
-        )
-        return *grads, None
+    return softcap_attention(q, k, v, softcap=SOFTCAP, causal=causal)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -231,11 +209,9 @@ def main() -> None:
     parser.add_argument("--measure-memory", help=argparse.SUPPRESS)
     args = parser.parse_args()
 
-    from softcap_ops import _extension
-
-    _extension.load()
-    if _extension.LOAD_ERROR is not None:
-        sys.exit(f"nothing to measure: {_extension.LOAD_ERROR}")
+    missing = available_backends()["cpu"]
+    if missing is not None:
+        sys.exit(f"nothing to measure: {missing}")
     if args.measure_memory:
         provider, backward, shape, dtype = json.loads(args.measure_memory)
         print(peak_memory_here(provider, backward, Shape(**shape), getattr(torch, dtype)))
