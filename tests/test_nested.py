@@ -91,7 +91,9 @@ def test_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cpu, "forward", spy)
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
-    for f in (attention, compiled):
+    # torch 2.11 fails on jagged tensors that leave a compiled graph (docs/pytorch.md).
+    functions = (attention, compiled) if torch.__version__ >= "2.12" else (attention,)
+    for f in functions:
         for tensors in ((q, k, v), (q2, k2, v2)):
             with torch.no_grad():
                 out, lse = f(*tensors)
