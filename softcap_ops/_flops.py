@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
-from torch.utils.flop_counter import register_flop_formula
 
 from ._arguments import Packing, split
+from ._late import when_imported
 
 
 def _clamped_sum(first: int, terms: int, top: int) -> int:
@@ -62,7 +62,16 @@ def _count(packed: bool, leading: int, factor: int, *args: Any, out_val: Any = N
 
 
 _FORWARD, _BACKWARD = 3, 7  # tensors in front: q, k, v; dout, dlse, q, k, v, out, lse
-for _prefix, _packed in (("", False), ("varlen_", True)):
-    for _suffix, _leading, _factor in (("fwd", _FORWARD, 4), ("bwd", _BACKWARD, 10)):
-        _op = getattr(torch.ops.softcap_ops, f"{_prefix}attention_{_suffix}")
-        register_flop_formula(_op, get_raw=True)(partial(_count, _packed, _leading, _factor))
+
+
+def register() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    for prefix, packed in (("", False), ("varlen_", True)):
+        for suffix, leading, factor in (("fwd", _FORWARD, 4), ("bwd", _BACKWARD, 10)):
+            op = getattr(torch.ops.softcap_ops, f"{prefix}attention_{suffix}")
+            register_flop_formula(op, get_raw=True)(partial(_count, packed, leading, factor))
+
+
+# It imports Triton where that is installed.
+when_imported("torch.utils.flop_counter", register)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.autograd.function import _SingleLevelFunction
-from torch.utils.flop_counter import register_flop_formula
 
 from .. import _autocast, _autograd, _fake, _onnx, _schema, _validation
 from .._arguments import Options, Sharding, split_sharded
+from .._late import when_imported
 from .._schema import lib
 
 _NO_VMAP = "softcap_ops: vmap over context_parallel_attention is not offered: its ranks would have to agree on it."
@@ -184,5 +184,11 @@ def _count(leading: int, factor: int, *args: Any, out_val: Any = None) -> int:
     return factor * batch * pairs * int(q.shape[-2]) * int(q.shape[-1])
 
 
-for _op, _leading, _factor in ((_schema.cp_attention_fwd, 3, 4), (_schema.cp_attention_bwd, 7, 10)):
-    register_flop_formula(_op.overloadpacket, get_raw=True)(partial(_count, _leading, _factor))
+def _register_flops() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    for op, leading, factor in ((_schema.cp_attention_fwd, 3, 4), (_schema.cp_attention_bwd, 7, 10)):
+        register_flop_formula(op.overloadpacket, get_raw=True)(partial(_count, leading, factor))
+
+
+when_imported("torch.utils.flop_counter", _register_flops)
