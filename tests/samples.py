@@ -130,12 +130,12 @@ class Sample:
         return self.q_shape, self.k_shape, self.k_shape, self.q_shape
 
     def _heat(self, q: Tensor, k: Tensor) -> float:
-        """The factor (of either sign) that takes the largest visible score to HOT caps."""
+        """The factor (of either sign) that takes the largest visible score to HOT caps, if q stays in float16's range."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         scores = [s for q_i, k_i in self.sequences(q, k) if (s := self._visible_scores(q_i, k_i)).numel()]
         largest = max((s.flatten()[s.abs().argmax()].item() for s in scores), key=abs, default=0.0) * scale
         target = HOT * self.softcap if self.softcap else HOT_UNCAPPED
-        return target / largest if largest else 1.0
+        return max(-1e3, min(1e3, target / largest)) if largest else 1.0
 
     def sequences(self, q: Tensor, k: Tensor, *more: Tensor) -> list[tuple[Tensor, ...]]:
         """The (seqlen, heads, head_dim) parts of tensors of q, k, v, dout order, a sequence at a time."""
