@@ -64,11 +64,7 @@ def _count(packed: bool, leading: int, factor: int, *args: Any, out_val: Any = N
 _FORWARD, _BACKWARD = 3, 7  # tensors in front: q, k, v; dout, dlse, q, k, v, out, lse
 
 
-<<<<<<< HEAD
-def _register() -> None:
-=======
 def register() -> None:
->>>>>>> tests
     from torch.utils.flop_counter import register_flop_formula
 
     for prefix, packed in (("", False), ("varlen_", True)):
@@ -77,9 +73,5 @@ def register() -> None:
             register_flop_formula(op, get_raw=True)(partial(_count, packed, leading, factor))
 
 
-<<<<<<< HEAD
-when_imported("torch.utils.flop_counter", _register)  # with a CUDA build of torch it imports Triton
-=======
 # It imports Triton where that is installed.
 when_imported("torch.utils.flop_counter", register)
->>>>>>> tests
