@@ -49,7 +49,7 @@ CONFIG: dict[str, Any] = {
 }
 # Query and key weights are drawn this much wider, so that scores pass the cap: at transformers' own 0.02 they stay
 # below 1, and a cap of 50 changes nothing.
-HOT = 12.0
+HOT = 16.0
 
 
 def new_model(seqlen: int, device: str) -> Gemma2ForCausalLM:
@@ -164,7 +164,7 @@ def plot(ours: dict[str, Any], eager: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--batch", type=int, default=2, help="sequences in a step")
     parser.add_argument("--seqlen", type=int, default=1024, help="bytes in a sequence")
     parser.add_argument("--out", type=Path, default=Path("out"), help="where the plot goes")
@@ -183,6 +183,9 @@ def main() -> None:
     print(f"Gemma-2, {parameters / 1e6:.1f}M parameters, {args.batch} x {args.seqlen} bytes a step, on {where}")
     print(f"softcap_ops backends here: {', '.join(usable)}")
 
+    capped, uncapped = (first_loss(c, implementation, args, device) for c in (True, False))
+    assert abs(capped - uncapped) > 1e-3, f"the cap does not bite: loss {capped} with it, {uncapped} without"
+
     ours = train("softcap_ops, compiled", implementation, args, device)
     eager = train("transformers eager, compiled", "eager", args, device)
 
@@ -196,8 +199,6 @@ def main() -> None:
     layers = CONFIG["num_hidden_layers"]
     expected = {"softcap_ops.attention_fwd.default": layers, "softcap_ops.attention_bwd.default": layers}
     assert ours["found"] == expected, f"expected {expected} in the compiled graph, found {dict(ours['found'])}"
-    capped, uncapped = (first_loss(c, implementation, args, device) for c in (True, False))
-    assert abs(capped - uncapped) / capped > 10 * first_tolerance or device == "cuda", "the cap does not bite"
     refusal = onnx_refusal(ours["model"], args.out)
     path = args.out / "train_gemma2.png"
     plot(ours, eager, path)
