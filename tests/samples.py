@@ -130,7 +130,7 @@ class Sample:
         return self.q_shape, self.k_shape, self.k_shape, self.q_shape
 
     def _heat(self, q: Tensor, k: Tensor) -> float:
-        """The factor (of either sign) that takes the largest visible score to HOT caps, q staying in float16's range."""
+        """The factor (of either sign) taking the largest visible score to HOT caps, q staying in float16's range."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         scores = [s for q_i, k_i in self.sequences(q, k) if (s := self._visible_scores(q_i, k_i)).numel()]
         largest = max((s.flatten()[s.abs().argmax()].item() for s in scores), key=abs, default=0.0) * scale
