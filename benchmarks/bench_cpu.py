@@ -2,7 +2,8 @@
 
     python benchmarks/bench_cpu.py                      # the table of the README, some minutes
     python benchmarks/bench_cpu.py --compiled --rounds 9
-    python benchmarks/bench_cpu.py --shapes d64_1k --no-memory
+    python benchmarks/bench_cpu.py --shapes d64_1k_causal --no-memory
+    python benchmarks/bench_cpu.py --table benchmarks/results/cpu.json   # that file as the README's table
 
 Columns: `ours` with the cap, SDPA *without* a cap (it has none), the eager formula with the cap, and, with
 `--compiled`, that formula under torch.compile. Rounds are interleaved (A B C A B C ...), so that a change in
@@ -198,6 +199,27 @@ def table(rows: list[dict], providers: list[str]) -> str:
     return "\n".join(lines)
 
 
+def readme_table(rows: list[dict]) -> str:
+    """Markdown, a line a shape and dtype: forward / forward + backward, the others' times as multiples of ours."""
+    pairs: dict[tuple[str, str], dict[str, dict]] = {}
+    for row in rows:
+        pairs.setdefault((row["shape"]["name"], row["dtype"]), {})[row["pass"]] = row
+    lines = [
+        "| tokens x heads x head_dim | mask | dtype | softcap_ops, ms | SDPA, no cap | eager, capped | peak MB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (_, dtype), row in pairs.items():
+        both = row["forward"], row["forward+backward"]
+        s = Shape(**both[0]["shape"])
+        heads = f"{s.heads}" if s.heads == s.heads_kv else f"{s.heads}({s.heads_kv})"
+        ours = " / ".join(f"{r['ms']['ours']:.0f}" for r in both)
+        ratios = [" / ".join(f"x{r['ms'][p] / r['ms']['ours']:.2f}" for r in both) for p in ("sdpa_uncapped", "eager")]
+        peaks = ", ".join(f"{both[1]['peak_bytes'][p] / 1e6:.1f}" for p in ("ours", "sdpa_uncapped", "eager"))
+        cells = [f"{s.seq} x {heads} x {s.head_dim}", "causal" if s.causal else "full", dtype, ours, *ratios, peaks]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=[shape.name for shape in SHAPES])
@@ -206,8 +228,12 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="also time the eager formula under torch.compile")
     parser.add_argument("--no-memory", action="store_true", help="skip the memory readings")
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print the README's table of a result, run nothing")
     parser.add_argument("--measure-memory", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.table:
+        print(readme_table(json.loads(args.table.read_text())["rows"]))
+        return
 
     missing = available_backends()["cpu"]
     if missing is not None:

@@ -51,23 +51,24 @@ _PLAIN = {
 
 def _forward_below_autograd(
     keyset: Any, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, options: Options, needs_backward: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[tuple[Tensor, Tensor], _impl.Call | None]:
+    """(out, lse), and the call where it went straight to the kernel."""
     keyset = keyset & _C._after_autograd_keyset
     with _C._AutoDispatchBelowAutograd():
         if keyset.raw_repr() in _KERNEL_ONLY:
-            return _impl.forward(q, k, v, packing, options, needs_backward)
+            call = _impl.prepare(q, k, v, packing, options, needs_backward)
+            return _impl.forward(call, q, k, v, packing), call
         op = _schema.attention_fwd if packing is None else _schema.varlen_attention_fwd
-        return op.redispatch(keyset, q, k, v, *(packing or ()), *options, needs_backward)
+        return op.redispatch(keyset, q, k, v, *(packing or ()), *options, needs_backward), None
 
 
-def _is_kernel_only(*tensors: Tensor | None) -> bool:
-    """Whether a backward op on these would reach its kernel without anything else looking at the call."""
+def _is_kernel_only(*gradients: Tensor | None) -> bool:
+    """Whether the backward of a call that went straight to the kernel can do so too, with these gradients."""
     if torch.is_grad_enabled() or torch.autograd._profiler_enabled():
         return False
     if _C._len_torch_dispatch_stack() or _C._are_functorch_transforms_active():
         return False
-    keysets = {_C._dispatch_keys(t).raw_repr() for t in tensors if t is not None}
-    return keysets <= _PLAIN
+    return all(g is None or _C._dispatch_keys(g).raw_repr() in _PLAIN for g in gradients)
 
 
 def _below_autograd(op: Any, keyset: Any, *args: Any) -> Any:
@@ -97,22 +98,22 @@ class _Forward(_SingleLevelFunction):
     def forward(
         ctx: Any, keyset: Any, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, options: Options
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _inside_function(_forward_below_autograd, keyset, q, k, v, packing, options, True)
+        (out, lse), call = _inside_function(_forward_below_autograd, keyset, q, k, v, packing, options, True)
         # Tensors are saved, the rest is kept: most calls have none but the first five.
         if packing is None and options[-2:] == (None, None):
             ctx.save_for_backward(q, k, v, out, lse)
-            ctx.call = None, options
+            ctx.call = call, None, options
         else:
             cu_seqlens, lengths = ((None, None), None) if packing is None else (packing[:2], packing[2:])
             ctx.save_for_backward(q, k, v, out, lse, *cu_seqlens, *options[-2:])
-            ctx.call = lengths, options[:-2]
+            ctx.call = call, lengths, options[:-2]
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, *others = ctx.saved_tensors
-        lengths, options = ctx.call
+        call, lengths, options = ctx.call
         packing = None
         if others:
             options = Options(*options, *others[2:])
@@ -120,8 +121,8 @@ class _Forward(_SingleLevelFunction):
         if dout is None:
             dout = out.new_zeros(()).expand(out.shape)
         mask = ctx.needs_input_grad[1:4]
-        if _is_kernel_only(dout, dlse, q, k, v):
-            grads = _impl.backward(dout, dlse, q, k, v, out, lse, packing, options, mask)
+        if call is not None and _is_kernel_only(dout, dlse):
+            grads = _impl.backward(call, dout, dlse, q, k, v, out, lse, packing, mask)
         else:
             op = _schema.attention_bwd if packing is None else _schema.varlen_attention_bwd
             grads = op(dout, dlse, q, k, v, out, lse, *(packing or ()), *options, mask)
@@ -184,7 +185,7 @@ def attention_fwd(packed: bool, keyset: Any, q: Tensor, k: Tensor, v: Tensor, *r
     _refuse_forward_mode(q, k, v)
     if _any_requires_grad(q, k, v):
         return _apply(_Forward, keyset, q, k, v, packing, options)
-    return _forward_below_autograd(keyset, q, k, v, packing, options, bool(tail and tail[0]))
+    return _forward_below_autograd(keyset, q, k, v, packing, options, bool(tail and tail[0]))[0]
 
 
 def attention_bwd(packed: bool, keyset: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:

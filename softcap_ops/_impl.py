@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,28 +14,59 @@ from . import _validation, backends
 from ._arguments import Options, Packing, Parameters, resolve, split
 from ._schema import lib
 
-# Dense calls found valid, with what they resolve to: one of the same shapes and options is valid again.
-_valid: dict[tuple[Any, ...], Parameters] = {}
+
+class Call(NamedTuple):
+    """A call found valid: the backend that serves it, and what that is given."""
+
+    backend: ModuleType
+    parameters: Parameters
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, options: Options) -> Parameters:
-    if packing is not None or options[-2:] != (None, None):
-        return _check_now(q, k, v, packing, options)
+# Calls seen, by all that decides on them: one of the same shapes and options is valid again, and is served the same.
+_calls: dict[tuple[Any, ...], Call] = {}
+
+
+def forget() -> None:
+    """Drop every decision, for when what is installed or opted into has changed."""
+    _calls.clear()
+    backends.select.cache_clear()
+    backends.choose.cache_clear()
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, options: Options, needs_backward: bool) -> Call:
+    """Check the inputs and select a backend: once for each kind of call."""
+    if options[-2:] != (None, None):
+        return _prepare_now(q, k, v, packing, options, needs_backward)
     kinds = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
-    key = (q.shape, k.shape, v.shape, kinds, options, torch.are_deterministic_algorithms_enabled())
-    parameters = _valid.get(key)
-    if parameters is None:
-        if len(_valid) >= 4096:
-            _valid.clear()
-        parameters = _valid[key] = _check_now(q, k, v, packing, options)
-    return parameters
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    key = (q.shape, k.shape, v.shape, kinds, options, deterministic, needs_backward, packing and _kind(packing))
+    call = _calls.get(key)
+    if call is None:
+        if len(_calls) >= 4096:
+            _calls.clear()
+        call = _calls[key] = _prepare_now(q, k, v, packing, options, needs_backward)
+    elif packing is not None and q.device.type == "cpu":
+        _validation.packed_values(q, k, packing)
+    return call
 
 
-def _check_now(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, options: Options) -> Parameters:
+def _prepare_now(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, options: Options, needs_backward: bool
+) -> Call:
     _validation.inputs(q, k, v, packing, options)
     if packing is not None and q.device.type == "cpu":
         _validation.packed_values(q, k, packing)
-    return resolve(options, q.shape[-1])
+    parameters = resolve(options, q.shape[-1])
+    backend = backends.choose(options.backend, *backends.facts(q, k, packing, parameters, needs_backward))
+    return Call(backend, parameters)
+
+
+def _kind(packing: Packing) -> tuple[Any, ...]:
+    """All of a packing but what its cu_seqlens hold."""
+    q, k, max_seqlen_q, max_seqlen_k = packing
+    return (
+        (q.shape, q.dtype, q.device, q.stride()), (k.shape, k.dtype, k.device, k.stride()), max_seqlen_q, max_seqlen_k
+    )  # fmt: skip
 
 
 def _profiled(op: str, packing: Packing | None, backend: ModuleType) -> contextlib.AbstractContextManager[Any]:
@@ -48,17 +79,14 @@ def _profiled(op: str, packing: Packing | None, backend: ModuleType) -> contextl
 _NOTHING = contextlib.nullcontext()
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, options: Options, needs_backward: bool
-) -> tuple[Tensor, Tensor]:
-    """(out, lse), once the inputs are checked."""
-    parameters = _check(q, k, v, packing, options)
-    backend = backends.choose(options.backend, *backends.facts(q, k, packing, parameters, needs_backward))
-    with _profiled("attention_fwd", packing, backend):
-        return backend.forward(q, k, v, packing, parameters)
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call that is prepared."""
+    with _profiled("attention_fwd", packing, call.backend):
+        return call.backend.forward(q, k, v, packing, call.parameters)
 
 
 def backward(
+    call: Call,
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -67,19 +95,17 @@ def backward(
     out: Tensor,
     lse: Tensor,
     packing: Packing | None,
-    options: Options,
     output_mask: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of inputs that `forward` has checked."""
-    parameters = resolve(options, q.shape[-1])
-    backend = backends.choose(options.backend, *backends.facts(q, k, packing, parameters, True))
-    with _profiled("attention_bwd", packing, backend):
-        return backend.backward(dout, dlse, q, k, v, out, lse, packing, parameters, output_mask)
+    """(dq, dk, dv) of a call that is prepared."""
+    with _profiled("attention_bwd", packing, call.backend):
+        return call.backend.backward(dout, dlse, q, k, v, out, lse, packing, call.parameters, output_mask)
 
 
 def attention_fwd(packed: bool, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     packing, options, tail = split(rest, packed)
-    return forward(q, k, v, packing, options, bool(tail and tail[0]))
+    call = prepare(q, k, v, packing, options, bool(tail and tail[0]))
+    return forward(call, q, k, v, packing)
 
 
 def attention_bwd(
@@ -94,10 +120,10 @@ def attention_bwd(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     packing, options, tail = split(rest, packed)
-    _check(q, k, v, packing, options)
+    call = prepare(q, k, v, packing, options, True)
     _validation.gradients(dout, dlse, q, out, lse)
     output_mask = tuple(tail[0]) if tail else (True, True, True)
-    return backward(dout, dlse, q, k, v, out, lse, packing, options, output_mask)
+    return backward(call, dout, dlse, q, k, v, out, lse, packing, output_mask)
 
 
 for _key in ("CPU", "CUDA"):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from softcap_ops import backends, reference
+from softcap_ops import _impl, reference
 from softcap_ops.backends import _flash, fa2, fa3
 
 
@@ -354,8 +354,9 @@ class FakeFA3:
 
 
 def clear_caches() -> None:
-    for cached in (fa2._load, fa3._load, backends.select, backends.choose):
+    for cached in (fa2._load, fa3._load):
         cached.cache_clear()
+    _impl.forget()
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:

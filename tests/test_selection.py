@@ -18,7 +18,7 @@ from samples import Sample, each_sample, named
 from torch import Tensor
 
 import softcap_ops
-from softcap_ops import UnsupportedError, backends, explain, softcap_attention
+from softcap_ops import UnsupportedError, _impl, backends, explain, softcap_attention
 from softcap_ops.backends import Problem, cpu
 
 BOTH_LAYOUTS = named("gqa", "packed_gqa")
@@ -28,11 +28,9 @@ Support = Callable[[Problem], str | None]
 @pytest.fixture(autouse=True)
 def _no_memory() -> Iterator[None]:
     """Decisions are cached; none may outlive a test that changed the table."""
-    for cached in (backends.select, backends.choose):
-        cached.cache_clear()
+    _impl.forget()
     yield
-    for cached in (backends.select, backends.choose):
-        cached.cache_clear()
+    _impl.forget()
 
 
 class Table:

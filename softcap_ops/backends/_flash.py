@@ -120,8 +120,12 @@ def backward(
 def _new_gradients(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None) -> tuple[Tensor, Tensor, Tensor]:
     """Contiguous dq, dk, dv to write into. Packed kernels do not touch rows past cu_seqlens[-1]: zeros there."""
     if packing is None:
-        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+        return _new(q), _new(k), _new(v)
     return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+
+
+def _new(t: Tensor) -> Tensor:
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
 def _add_lse_gradient(
@@ -172,8 +176,7 @@ def _positive_scale(q: Tensor, p: Parameters) -> tuple[Tensor, Parameters, int]:
 
 def _readable(t: Tensor) -> Tensor:
     """t, or a copy that 16-byte loads and bulk copies can read: head_dim % 8 == 0, last stride 1, no stride 0."""
-    padding = -t.shape[-1] % HEAD_DIM_STEP
-    if padding:
+    if padding := -t.shape[-1] % HEAD_DIM_STEP:
         t = F.pad(t, (0, padding))
     strides = t.stride()
     if (

@@ -13,7 +13,7 @@ from samples import BY_NAME, Sample, each_sample, named
 from torch import Tensor
 
 import softcap_ops
-from softcap_ops import UnsupportedError
+from softcap_ops import UnsupportedError, _impl
 
 LAYOUTS = named(
     "gqa", "causal_more_queries", "window_both", "head_dim_20", "gemma2_local", "seqlen_1", "seqlen_129",
@@ -136,15 +136,13 @@ def test_captured_graph_replays_new_lengths(backend: str) -> None:
 
 def test_capture_before_warm_up_is_refused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """case 80: nothing is tried while a graph is captured."""
-    from softcap_ops import backends
     from softcap_ops.backends import _flash, fa2, fa3
 
     module = {"fa2": fa2, "fa3": fa3}.get(backend)
     if module is None:
         pytest.skip(f"{backend} has its own test")
     monkeypatch.setattr(module, "_prober", _flash.Prober(module._launch, module._launch_backward))
-    backends.select.cache_clear()
-    backends.choose.cache_clear()
+    _impl.forget()
     q = torch.randn(1, 16, 2, 64, device="cuda", dtype=torch.bfloat16)
 
     def attention() -> Tensor:
