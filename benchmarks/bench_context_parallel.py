@@ -307,6 +307,7 @@ def _spawned(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=args.ranks)
     work(args)
+    dist.barrier()  # a rank that leaves early takes the others' connections with it
     dist.destroy_process_group()
 
 
@@ -350,6 +351,7 @@ def main() -> None:
         shared = torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"])
         dist.init_process_group("gloo" if args.cpu or shared else "nccl")
         work(args)
+        dist.barrier()
         dist.destroy_process_group()
     else:
         rendezvous = str(Path(tempfile.mkdtemp(), "rendezvous"))

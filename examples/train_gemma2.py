@@ -165,8 +165,8 @@ def plot(ours: dict[str, Any], eager: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--batch", type=int, default=2, help="sequences in a step")
-    parser.add_argument("--seqlen", type=int, default=1024, help="bytes in a sequence")
+    parser.add_argument("--batch", type=int, help="sequences in a step; 2, or 4 on a GPU")
+    parser.add_argument("--seqlen", type=int, help="bytes in a sequence; 1024, or 2048 on a GPU")
     parser.add_argument("--out", type=Path, default=Path("out"), help="where the plot goes")
     args = parser.parse_args()
     started = time.perf_counter()
@@ -177,6 +177,8 @@ def main() -> None:
 
     usable = [name for name, reason in softcap_ops.available_backends().items() if reason is None]
     device = "cuda" if torch.cuda.is_available() and any(name != "cpu" for name in usable) else "cpu"
+    args.batch = args.batch or (4 if device == "cuda" else 2)
+    args.seqlen = args.seqlen or (2048 if device == "cuda" else 1024)
     where = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     implementation = integration.register()
     parameters = sum(p.numel() for p in new_model(args.seqlen, device).parameters())
@@ -189,8 +191,9 @@ def main() -> None:
     ours = train("softcap_ops, compiled", implementation, args, device)
     eager = train("transformers eager, compiled", "eager", args, device)
 
-    # Each sums in its own order. From equal weights that is rounding; training then amplifies it step by step.
-    first_tolerance, tolerance = (2e-2, 5e-2) if device == "cuda" else (1e-5, 1e-2)
+    # Each sums in its own order. From equal weights that is rounding, of bfloat16 on a GPU; training then amplifies it
+    # step by step: hot weights make it chaotic.
+    first_tolerance, tolerance = (5e-3, 1e-1) if device == "cuda" else (1e-5, 1e-2)
     differences = [abs(a - b) / b for a, b in zip(ours["losses"], eager["losses"], strict=True)]
     worst = max(differences)
     assert differences[0] < first_tolerance, f"first losses differ by {differences[0]:.1e} of their value"
