@@ -1,6 +1,6 @@
 """Host cost of one call, in microseconds, at a shape whose GPU work is too small to hide it: (1, 128, 8, 128) bf16.
 
-Ours over each CUDA backend beside that backend's own wrapper, FA3's raw operator and SDPA, in one run, interleaved.
+Ours over each CUDA backend beside that backend's own wrapper, FA3's raw operators and SDPA, in one run, interleaved.
 
 usage: python benchmarks/bench_overhead.py [--json FILE]
 """
@@ -42,7 +42,7 @@ def candidates() -> dict[str, Attention]:
         from flash_attn_interface import flash_attn_func as fa3_func
 
         found["FA3's own wrapper"] = lambda q, k, v: _first(fa3_func(q, k, v, causal=True, softcap=SOFTCAP))
-        found["FA3's raw operator"] = _raw_fa3
+        found["FA3's raw operators"] = _RawFa3.attention
     except Exception as error:
         print(f"no flash_attn_interface: {error}")
     found["SDPA, cuDNN, no cap"] = _sdpa
@@ -57,12 +57,29 @@ def _first(result: Any) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-def _raw_fa3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    if torch.is_grad_enabled():
-        raise RuntimeError("has no gradient")
-    return torch.ops.flash_attn_3.fwd.default(
-        q, k, v, softmax_scale=SHAPE[-1] ** -0.5, is_causal=True, softcap=SOFTCAP, num_splits=1
-    )[0]
+class _RawFa3(torch.autograd.Function):
+    """The least that Python can do: FA3's raw operators, nothing checked, under a bare Function."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse, *_ = torch.ops.flash_attn_3.fwd.default(
+            q, k, v, softmax_scale=SHAPE[-1] ** -0.5, is_causal=True, softcap=SOFTCAP, num_splits=1
+        )
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        q, k, v, out, lse = ctx.saved_tensors
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        torch.ops.flash_attn_3.bwd.default(
+            dout, q, k, v, out, lse, *grads, softmax_scale=SHAPE[-1] ** -0.5, is_causal=True, softcap=SOFTCAP
+        )
+        return grads
+
+    @classmethod
+    def attention(cls, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return cls.apply(q, k, v)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
