@@ -7,7 +7,7 @@ of softcap_ops.distributed predicts from two speeds measured in the same run: th
 usage: torchrun --nproc-per-node N benchmarks/bench_context_parallel.py [options]   (GPUs over NCCL, else gloo)
        python benchmarks/bench_context_parallel.py --ranks N [options]              (starts N processes itself)
        python benchmarks/bench_context_parallel.py --model --ranks N   (what the cost model says; nothing is run)
-options: --shapes NAME,...  --comm NAME,...  --rounds N  --json FILE  --backend NAME (of the kernel)
+options: --shapes NAME,...  --comm NAME,...  --rounds N  --json FILE  --backend NAME (of the kernel)  --trace FOLDER
 """
 
 from __future__ import annotations
@@ -66,6 +66,14 @@ SCHEMES = (
     ("a2a", "contiguous"),
     ("a2a+p2p", "zigzag"),
 )
+
+
+RING = "ring-flash-attn, no cap"  # the registry's package over FlashAttention-2, where it is installed
+ring: Any
+try:
+    from ring_flash_attn import zigzag_ring_flash_attn_func as ring
+except Exception:
+    ring = None
 
 
 @dataclass
@@ -175,10 +183,10 @@ def link_speed(device: torch.device, mebibytes: int) -> float:
 def run(shape: Shape, args: argparse.Namespace, device: torch.device, link: float) -> list[Row]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    g = torch.Generator().manual_seed(0)
+    g = torch.Generator(device).manual_seed(0)
     sizes = ((shape.heads_q, 4.0), (shape.heads_kv, 4.0), (shape.heads_kv, 1.0), (shape.heads_q, 1.0))
     q, k, v, dout = (
-        (torch.randn(1, shape.seqlen, heads, shape.head_dim, generator=g) * size).to(device, dtype)
+        (torch.randn(1, shape.seqlen, heads, shape.head_dim, generator=g, device=device) * size).to(dtype)
         for heads, size in sizes
     )
 
@@ -224,8 +232,10 @@ def run(shape: Shape, args: argparse.Namespace, device: torch.device, link: floa
         forward, backward = medians([attention, backward_call], args.rounds, device)
         with without_messages():
             quiet_forward, quiet_backward = medians([attention, backward_call], args.rounds, device)
-        expected = cp.split_sequence(whole_out, **where).double()
-        error = ((out.double() - expected).norm() / expected.norm()).item()
+        expected = cp.split_sequence(whole_out, **where).float()
+        error = ((out.float() - expected).norm() / expected.norm()).item()
+        if args.trace and comm == "p2p" and layout == "zigzag":
+            trace(f"{args.trace}/{shape.name}_{{}}.json", {"forward": attention, "backward": backward_call}, device)
         costs = [
             cp.cost(r, ranks, comm=comm, layout=layout, a2a_size=a2a_size, **_cost_arguments(shape, dtype))
             for r in range(ranks)
@@ -240,7 +250,48 @@ def run(shape: Shape, args: argparse.Namespace, device: torch.device, link: floa
                 slowest(error, device),
             )
         )  # fmt: skip
+    if ring is not None and not shape.window:
+        where = {"rank": rank, "ranks": ranks, "layout": "zigzag"}
+        local = [cp.split_sequence(t, **where).requires_grad_() for t in (q, k, v)]
+        local_dout = cp.split_sequence(dout, **where)
+
+        def peer(local: Any = local) -> Tensor:
+            return ring(*local, causal=True)
+
+        out = peer()
+        forward, backward = medians([peer, lambda: backward_call(out, local, local_dout)], args.rounds, device)
+        rows.append(Row(shape.name, RING, "zigzag", ranks, forward * 1e3, backward * 1e3))
     return rows
+
+
+def trace(path: str, calls: dict[str, Callable[[], Any]], device: torch.device) -> None:
+    """Write a profile of each call on rank 0, and say how much of the messages' time kernels were running."""
+    for name, call in calls.items():
+        dist.barrier()
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            call()
+            _synchronize(device)
+        if dist.get_rank() == 0:
+            profile.export_chrome_trace(path.format(name))
+            on_device = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+            spans = {
+                kind: [(e.time_range.start, e.time_range.end) for e in on_device if ("nccl" in e.name) == kind]
+                for kind in (True, False)
+            }
+            messages, hidden = sum(b - a for a, b in spans[True]), _overlap(spans[True], spans[False])
+            print(f"  {name}: messages {messages / 1e3:.2f} ms, of which {hidden / 1e3:.2f} ms beside kernels")
+
+
+def _overlap(spans: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
+    """How long at least one of `others` runs during the spans."""
+    merged: list[list[float]] = []
+    for a, b in sorted(others):
+        if merged and a <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], b)
+        else:
+            merged.append([a, b])
+    return sum(max(0.0, min(b, d) - max(a, c)) for a, b in spans for c, d in merged)
 
 
 def _cost_arguments(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
@@ -339,6 +390,7 @@ def main() -> None:
     parser.add_argument("--backend", default=None, help="kernel backend, as in softcap_attention")
     parser.add_argument("--cpu", action="store_true", help="use the CPU even where there are GPUs")
     parser.add_argument("--json", default=None)
+    parser.add_argument("--trace", default=None, metavar="FOLDER", help="write profiles of p2p zigzag on GPUs here")
     parser.add_argument("--model", action="store_true", help="print what the cost model says for --ranks")
     parser.add_argument("--tflops", type=float, default=600.0, help="of the kernel, for --model")
     for name in ("shapes", "comm"):

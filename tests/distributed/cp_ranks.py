@@ -1,4 +1,4 @@
-"""A pool of gloo processes that run functions together, with a watchdog.
+"""A pool of processes of one group (gloo, or NCCL with a GPU each) that run functions together, with a watchdog.
 
 Starting a process costs seconds (importing torch), so one pool serves every test of its size. A function that does not
 return in time kills the pool and fails the test; the next test gets a fresh one.
@@ -23,12 +23,14 @@ START_SECONDS = 180
 CASE_SECONDS = 120
 
 
-def _serve(connection: Any, rank: int, size: int, rendezvous: str) -> None:
+def _serve(connection: Any, rank: int, size: int, backend: str, rendezvous: str) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=size,
@@ -45,10 +47,10 @@ def _serve(connection: Any, rank: int, size: int, rendezvous: str) -> None:
 
 
 class Ranks:
-    """`size` processes of one gloo group. `run` calls a module-level function on all of them."""
+    """`size` processes of one group. `run` calls a module-level function on all of them."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, backend: str = "gloo") -> None:
+        self.size, self.backend = size, backend
         self._processes: list[Any] = []
         self._connections: list[Any] = []
 
@@ -65,7 +67,9 @@ class Ranks:
         rendezvous = str(Path(directory, "rendezvous"))
         for rank in range(self.size):
             here, there = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(there, rank, self.size, rendezvous), daemon=True)
+            process = _CONTEXT.Process(
+                target=_serve, args=(there, rank, self.size, self.backend, rendezvous), daemon=True
+            )
             process.start()
             there.close()
             self._processes.append(process)

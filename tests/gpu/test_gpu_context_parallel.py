@@ -1,4 +1,7 @@
-"""Context parallelism on GPU kernels: four ranks share one GPU, and their messages go through gloo and host memory."""
+"""Context parallelism on GPU kernels.
+
+Four ranks share one GPU, their messages going through gloo and host memory; with two GPUs, two ranks of NCCL as well.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,14 @@ NAMES = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    ranks = Ranks(4)
+_GROUPS = ["four over gloo", "two over nccl"]
+
+
+@pytest.fixture(scope="module", params=_GROUPS)
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    if request.param == _GROUPS[1] and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    ranks = Ranks(4) if request.param == _GROUPS[0] else Ranks(2, "nccl")
     yield ranks
     ranks.kill()
 
@@ -53,24 +61,24 @@ def _case(name: str, comm: str, layout: str, backend: str, head_dim: int = 64) -
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a", "a2a+p2p"])
 @pytest.mark.parametrize("name", NAMES)
-def test_as_exact_as_one_process(four: Ranks, backend: str, name: str, comm: str, layout: str) -> None:
-    per_rank = four.run(errors, _case(name, comm, layout, backend), True, torch.bfloat16)
+def test_as_exact_as_one_process(ranks: Ranks, backend: str, name: str, comm: str, layout: str) -> None:
+    per_rank = ranks.run(errors, _case(name, comm, layout, backend), True, torch.bfloat16)
     check_as_exact_as_one_process(per_rank)
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("comm", ["p2p", "a2a"])
-def test_head_dims_of_gemma(four: Ranks, backend: str, comm: str, head_dim: int) -> None:
+def test_head_dims_of_gemma(ranks: Ranks, backend: str, comm: str, head_dim: int) -> None:
     for name in ("causal_gqa", "sliding_gqa"):
         case = _case(name, comm, "zigzag", backend, head_dim)
-        check_as_exact_as_one_process(four.run(errors, case, True, torch.bfloat16))
+        check_as_exact_as_one_process(ranks.run(errors, case, True, torch.bfloat16))
 
 
 @pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a", "a2a+p2p"])
-def test_the_cap_is_on(four: Ranks, backend: str, comm: str) -> None:
-    assert min(four.run(uncapped_distance, _case("causal", comm, "zigzag", backend))) > 0.1
+def test_the_cap_is_on(ranks: Ranks, backend: str, comm: str) -> None:
+    assert min(ranks.run(uncapped_distance, _case("causal", comm, "zigzag", backend))) > 0.1
 
 
 @pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a"])
-def test_compiled(four: Ranks, backend: str, comm: str) -> None:
-    four.run(check_same_compiled, _case("causal_gqa", comm, "zigzag", backend), torch.bfloat16)
+def test_compiled(ranks: Ranks, backend: str, comm: str) -> None:
+    ranks.run(check_same_compiled, _case("causal_gqa", comm, "zigzag", backend), torch.bfloat16)
