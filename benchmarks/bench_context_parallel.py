@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import statistics
@@ -69,9 +70,8 @@ SCHEMES = (
 
 
 RING = "ring-flash-attn, no cap"  # the registry's package over FlashAttention-2, where it is installed
-ring: Any
 try:
-    from ring_flash_attn import zigzag_ring_flash_attn_func as ring
+    ring: Any = importlib.import_module("ring_flash_attn").zigzag_ring_flash_attn_func
 except Exception:
     ring = None
 

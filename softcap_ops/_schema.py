@@ -28,7 +28,9 @@ SCHEMAS = (
     f"attention_bwd({_BACKWARD}, {_OPTIONS}, {_MASK}) -> (Tensor dq, Tensor dk, Tensor dv)",
     f"varlen_attention_fwd({_FORWARD}, {_PACKING}, {_OPTIONS}, bool needs_backward=False) -> (Tensor out, Tensor lse)",
     f"varlen_attention_bwd({_BACKWARD}, {_PACKING}, {_OPTIONS}, {_MASK}) -> (Tensor dq, Tensor dk, Tensor dv)",
-    f"cp_attention_fwd({_FORWARD}, {_SHARDING}, {_OPTIONS}, bool needs_backward=False) -> (Tensor out, Tensor lse)",
+    # return_lse: whether a loss may reach lse, on any rank. All ranks of an a2a then send its gradient.
+    f"cp_attention_fwd({_FORWARD}, {_SHARDING}, {_OPTIONS}, bool needs_backward=False, bool return_lse=True) "
+    "-> (Tensor out, Tensor lse)",
     f"cp_attention_bwd({_BACKWARD}, {_SHARDING}, {_OPTIONS}, {_MASK}) -> (Tensor dq, Tensor dk, Tensor dv)",
 )
 

@@ -592,8 +592,13 @@ def test_infinite_scores_are_capped(dtype: torch.dtype, sign: int) -> None:
 
 @each_dtype((torch.float32, torch.bfloat16))
 def test_scores_that_overflow_float32(dtype: torch.dtype) -> None:
-    """Products of 1e20 times 1e20 are infinite in float32; out and the gradients of v stay finite."""
-    x = Inputs(*(randn(1, 9, 2, 8, factor=f, dtype=dtype) for f in (1e20, 1e20, 1.0, 1.0)), randn(1, 2, 9))
+    """Products of 1e20 times 1e20 are infinite in float32; out and the gradients of v stay finite.
+
+    The products of one query and key have one sign: infinities of both would add up to NaN where there is no FMA.
+    """
+    q, k, v, dout = (randn(1, 9, 2, 8, factor=f, dtype=dtype) for f in (1e20, 1e20, 1.0, 1.0))
+    k = k.abs() * torch.tensor([1, -1], dtype=dtype).repeat(5)[:9, None, None]
+    x = Inputs(q.abs(), k, v, dout, randn(1, 2, 9))
     result = evaluate(lambda *qkv: attend(*qkv, softcap=5.0), x)
     for name in ("out", "lse", "dv"):
         assert getattr(result, name).isfinite().all(), name

@@ -76,7 +76,8 @@ def batch(items: int = 4, seqlen: int = 9) -> Tensor:
 
 def train(model: nn.Module, tokens: Tensor, steps: int = 2, rate: float = 0.5) -> list[float]:
     """The loss of each step of gradient descent."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    # One by one: a tensor-parallel model has DTensors and plain tensors, which no foreach operator takes together.
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, foreach=False)
     losses = []
     for _ in range(steps):
         logits = model(tokens[:, :-1])

@@ -29,7 +29,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tenso
     from . import schemes
 
     sharding, options, tail = split_sharded(rest)
-    plan = schemes.plan(q, k, v, sharding, options, needs_backward=bool(tail and tail[0]), is_backward=False)
+    flags = dict(zip(("needs_backward", "return_lse"), tail, strict=False))
+    plan = schemes.plan(q, k, v, sharding, options, **flags)
     return plan.forward(q, k, v)
 
 
@@ -84,13 +85,14 @@ class _Forward(_SingleLevelFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, keyset: Any, q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, options: Options
+        ctx: Any, keyset: Any, q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, options: Options, return_lse: bool
     ) -> tuple[Tensor, Tensor]:
-        op = _schema.cp_attention_fwd
-        out, lse = _autograd._inside_function(_autograd._below_autograd, op, keyset, q, k, v, *sharding, *options, True)
+        args = (_schema.cp_attention_fwd, keyset, q, k, v, *sharding, *options, True, return_lse)
+        out, lse = _autograd._inside_function(_autograd._below_autograd, *args)
         ctx.save_for_backward(q, k, v, out, lse, *sharding[:4], options.softcap_tensor, options.scale_tensor)
         ctx.set_materialize_grads(False)
         ctx.sharding = sharding[4:]
+        ctx.sends_dlse = return_lse and sharding.comm.startswith("a2a")
         ctx.options = options._replace(softcap_tensor=None, scale_tensor=None)
         return out, lse
 
@@ -99,11 +101,13 @@ class _Forward(_SingleLevelFunction):
         q, k, v, out, lse, *cu_seqlens, softcap_tensor, scale_tensor = ctx.saved_tensors
         if dout is None:
             dout = out.new_zeros(()).expand(out.shape)
+        if dlse is None and ctx.sends_dlse:  # another rank's loss may reach its lse
+            dlse = torch.zeros_like(lse)
         options = ctx.options._replace(softcap_tensor=softcap_tensor, scale_tensor=scale_tensor)
         mask = list(ctx.needs_input_grad[1:4])
         grads = _schema.cp_attention_bwd(dout, dlse, q, k, v, out, lse, *cu_seqlens, *ctx.sharding, *options, mask)
         dq, dk, dv = (g if wanted else None for g, wanted in zip(grads, mask, strict=True))
-        return None, dq, dk, dv, None, None
+        return None, dq, dk, dv, None, None, None
 
 
 def _autograd_forward(keyset: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -111,7 +115,7 @@ def _autograd_forward(keyset: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) 
     options = _autograd._scalars_as_tensors(options)
     _autograd._refuse_forward_mode(q, k, v)
     if _autograd._any_requires_grad(q, k, v):
-        return _autograd._apply(_Forward, keyset, q, k, v, sharding, options)
+        return _autograd._apply(_Forward, keyset, q, k, v, sharding, options, tail[1] if len(tail) > 1 else True)
     return _autograd._below_autograd(_schema.cp_attention_fwd, keyset, q, k, v, *sharding, *options, *tail)
 
 

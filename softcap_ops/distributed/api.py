@@ -141,7 +141,7 @@ def context_parallel_attention(
         raise
     out, lse = _schema.cp_attention_fwd(
         q, k, v, cu_seqlens_q, cu_seqlens_k, cu_seqlens_q_padded, cu_seqlens_k_padded, max_seqlen_q, max_seqlen_k,
-        names, comm, layout, softcap, scale, causal, left, right, deterministic, backend,
+        names, comm, layout, softcap, scale, causal, left, right, deterministic, backend, return_lse=return_lse,
     )  # fmt: skip
     if spec is not None:
         out, lse = spec.wrap(out, lse)

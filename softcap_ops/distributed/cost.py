@@ -108,7 +108,7 @@ def cost(
         of_q = batch * seqlen_q // ranks * heads_q
         of_k = batch * seqlen_k // ranks * heads_kv * head_dim
         forward = (2 * of_q * head_dim + 2 * of_k) * element_size + of_q * lse_size
-        backward = (4 * of_q * head_dim + 4 * of_k) * element_size + 2 * of_q * lse_size
+        backward = (4 * of_q * head_dim + 4 * of_k) * element_size + of_q * lse_size
         exposed_forward += forward * (a2a - 1) // a2a
         exposed_backward += backward * (a2a - 1) // a2a
     row = 2 * batch * (heads_kv // a2a) * head_dim  # elements of a row of keys and of values

@@ -58,11 +58,11 @@ class Plan(NamedTuple):
         if self.exchange is None:
             return self.inner.backward(Gradients(dout, dlse, q, out, lse), k, v, self.kernel)
         group, order_q, order_k = self.exchange
-        # Ranks need not agree on whether lse has a gradient, so there always is one.
-        dlse = torch.zeros_like(lse) if dlse is None else dlse
-        of_q = [Part(t, order_q) for t in (dout, as_rows(dlse), q, out, as_rows(lse))]
-        dout, dlse, q, out, lse, k, v = to_heads(group, *of_q, Part(k, order_k), Part(v, order_k))
-        g = Gradients(dout, as_lse(dlse), q, out, as_lse(lse))
+        # Every rank has a gradient of lse or none has (return_lse in _schema.py).
+        of_q = (dout, q, out, as_rows(lse), *(() if dlse is None else (as_rows(dlse),)))
+        parts = [*(Part(t, order_k) for t in (k, v)), *(Part(t, order_q) for t in of_q)]
+        k, v, dout, q, out, lse, *rest = to_heads(group, *parts)
+        g = Gradients(dout, as_lse(rest[0]) if rest else None, q, out, as_lse(lse))
         dq, dk, dv = self.inner.backward(g, k, v, self.kernel)
         dq, dk, dv = to_rows(group, Part(dq, order_q), Part(dk, order_k), Part(dv, order_k))
         return dq, dk, dv
@@ -73,7 +73,15 @@ _MAX_PLANS = 512
 
 
 def plan(
-    q: Tensor, k: Tensor, v: Tensor, sharding: Sharding, options: Options, *, needs_backward: bool, is_backward: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sharding: Sharding,
+    options: Options,
+    *,
+    needs_backward: bool = False,
+    return_lse: bool = True,
+    is_backward: bool = False,
 ) -> Plan:
     """What this rank does for the call. A forward call first settles with the other ranks that they make it too.
 
@@ -99,7 +107,7 @@ def plan(
     except (ValueError, TypeError, NotImplementedError) as caught:
         error = caught
     if not is_backward:
-        agreement.agree(members, facts, error, q.device)
+        agreement.agree(members, {**facts, "return_lse": return_lse}, error, q.device)
     elif error is not None:
         raise error
     assert result is not None

@@ -228,6 +228,45 @@ def uncapped_distance(case: Case) -> float:
     return norm(split.evaluate(x).out - split.evaluate(x, softcap=None).out)
 
 
+def check_lse_loss_of_one_rank(case: Case) -> None:
+    """A loss on lse on the first rank alone: its gradient reaches every rank's keys, and nothing hangs."""
+    x, _ = _whole(case.sample, True, torch.float64)
+    split = Split(case)
+    leaves = [t.detach().requires_grad_() for t in (split.of_q(x.q), split.of_k(x.k), split.of_k(x.v))]
+    out, lse = softcap_ops.context_parallel_attention(*leaves, **split.options)
+    grads = torch.autograd.grad((out * split.of_q(x.dout)).sum() + (lse.sum() if split.rank == 0 else 0.0), leaves)
+    first = torch.ones_like(x.dlse)
+    for rank in range(1, split.ranks):
+        rows = cp.split_sequence(torch.arange(first.shape[-1]), rank=rank, ranks=split.ranks, layout=case.layout, dim=0)
+        first[..., rows] = 0.0
+    expected = split.result(_evaluate(case.sample.reference, x._replace(dlse=first), case.sample))
+    for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
+        assert _distance(grad, getattr(expected, name)) < 1e-9, name
+
+
+def lse_gradients(case: Case, return_lse: bool) -> int:
+    """How many kernel calls get a gradient of lse where no loss is on it: some backends run twice for one."""
+    from softcap_ops.backends import cpu
+
+    x, _ = _whole(case.sample, True, torch.float64)
+    split, with_dlse = Split(case), 0
+    original = cpu.backward
+
+    def counting(dout: Tensor, dlse: Tensor | None, *args: Any) -> Any:
+        nonlocal with_dlse
+        with_dlse += dlse is not None
+        return original(dout, dlse, *args)
+
+    cpu.backward = counting
+    try:
+        leaves = [t.detach().requires_grad_() for t in (split.of_q(x.q), split.of_k(x.k), split.of_k(x.v))]
+        result = softcap_ops.context_parallel_attention(*leaves, **{**split.options, "return_lse": return_lse})
+        torch.autograd.grad((result[0] if return_lse else result).sum(), leaves)
+    finally:
+        cpu.backward = original
+    return with_dlse
+
+
 def zeroed_distance(case: Case, zeroed: int) -> None:
     """Gradients where one rank's keys and values are zero: its queries meet all the others' still."""
     x, _ = _whole(case.sample, True, torch.float64)

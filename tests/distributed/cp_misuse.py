@@ -62,6 +62,7 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "batch": ({"q": (1, 8, 4, 8), "k": (1, 8, 4, 8)}, "disagree on the shape of q"),
     "dtype": ({"dtype": torch.float64}, "disagree on the dtype of q"),
     "packing": (_PACKED, "disagree on the shape of q"),
+    "return_lse": ({"return_lse": True}, "disagree on return_lse: False on rank 0, True on rank 1"),
     "gradient": ({"requires_grad": True}, "disagree on whether a gradient is needed"),
 }
 

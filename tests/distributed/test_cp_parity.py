@@ -9,8 +9,10 @@ from cp_cases import (
     SAMPLES,
     Case,
     check_as_exact_as_one_process,
+    check_lse_loss_of_one_rank,
     check_many_float64,
     errors,
+    lse_gradients,
     random_case,
     uncapped_distance,
     zeroed_distance,
@@ -63,6 +65,19 @@ def test_the_cap_is_on(four: Ranks, comm: str, layout: str) -> None:
 @pytest.mark.parametrize("zeroed", range(4))
 def test_gradients_with_the_keys_of_one_rank_zeroed(four: Ranks, comm: str, zeroed: int) -> None:
     four.run(zeroed_distance, Case(BY_NAME["causal_gqa"], comm, "zigzag"), zeroed)
+
+
+@each_comm
+def test_a_loss_on_the_lse_of_one_rank(four: Ranks, comm: str) -> None:
+    four.run(check_lse_loss_of_one_rank, Case(BY_NAME["causal_gqa"], comm, "zigzag"))
+
+
+@each_comm
+def test_no_gradient_of_lse_where_none_is_asked_for(four: Ranks, comm: str) -> None:
+    case = Case(BY_NAME["causal_gqa"], comm, "zigzag")
+    assert four.run(lse_gradients, case, False) == [0] * 4
+    with_lse = four.run(lse_gradients, case, True)
+    assert min(with_lse) >= 1 if "a2a" in comm else with_lse == [0] * 4
 
 
 @pytest.mark.parametrize("first", range(0, 120, 30))

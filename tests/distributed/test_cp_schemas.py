@@ -44,7 +44,8 @@ softcap_ops::cp_attention_fwd(
   str? backend=None,
   Tensor? softcap_tensor=None,
   Tensor? scale_tensor=None,
-  bool needs_backward=False
+  bool needs_backward=False,
+  bool return_lse=True
 ) -> (Tensor out, Tensor lse)""",
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -178,9 +179,10 @@ def test_side_stream(backend: str) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_tensors_on_another_device(backend: str) -> None:
     sample = BY_NAME["packed_gqa"]
-    expected = evaluate(on(backend, sample), sample.inputs(torch.bfloat16, device="cuda:0"))
+    attention = partial(sample.attention, backend=backend)
+    expected = evaluate(attention, sample.inputs(torch.bfloat16, device="cuda:0"))
     with torch.cuda.device(0):
-        actual = evaluate(on(backend, sample), sample.inputs(torch.bfloat16, device="cuda:1"))
+        actual = evaluate(attention, sample.inputs(torch.bfloat16, device="cuda:1"))
     for a, b in zip(actual, expected, strict=True):
         close(a.to("cuda:0"), b)
 
