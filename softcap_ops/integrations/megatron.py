@@ -20,8 +20,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import weakref
 from typing import Any, NoReturn
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.enums import AttnMaskType
@@ -141,7 +143,8 @@ class SoftcapDotProductAttention(DotProductAttention):
         Args:
             query: (sq, b, heads, d), packed (t, heads, d).
             key, value: (sk, b, groups, d), packed (t, groups, d).
-            attention_mask: looked at with a padding mask type only: bool (b, 1, 1, s), True = padding, or a pair.
+            attention_mask: with a padding mask type bool (b, 1, 1, s), True = padding, or a pair of them. With a causal
+                one (1 or b, 1, sq, sk), True = hidden, which must hide what is later and nothing else.
             attn_mask_type: None = the constructor's.
             attention_bias: must be None.
             packed_seq_params: PackedSeqParams; its cp_group, or local_cp_size=1, stands in for the constructor's group
@@ -163,6 +166,8 @@ class SoftcapDotProductAttention(DotProductAttention):
             name = {"causal": "padding_causal", "no_mask": "padding"}.get(name, name)
         elif name == "no_mask" and self.window_size is not None and query.shape[0] == 1:
             name = "causal_bottom_right"  # a decoding step: Megatron drops the mask, but the window still counts
+        elif name == "causal" and isinstance(attention_mask, Tensor):
+            _check_causal(attention_mask, query.shape[0], key.shape[0])
         call = self._call(qkv_format=qkv_format, attn_mask_type=name, attention_mask=attention_mask, **given)
         self._check_shapes(query, key, qkv_format)
         return _attend(query, key, value, call)
@@ -217,6 +222,32 @@ def gemma2_layer_spec(config: Any) -> Any:
 _PACKING = (
     "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv",
 )  # fmt: skip
+
+
+# The mask found causal last, and its version: all layers of a step share it.
+_found_causal: tuple[weakref.ref[Tensor], int] | None = None
+
+
+def _check_causal(mask: Tensor, seqlen_q: int, seqlen_k: int) -> None:
+    """Refuse a mask that says more than its type: of documents in a row, for instance (reset_attention_mask)."""
+    global _found_causal
+    if seqlen_q == 1 or tuple(mask.shape[-2:]) != (seqlen_q, seqlen_k):
+        return
+    cached = not torch.compiler.is_compiling() and not mask.is_inference()
+    if cached and _found_causal is not None and _found_causal[0]() is mask and _found_causal[1] == mask._version:
+        return
+    is_causal = (mask == torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=mask.device).triu(1)).all()
+    # No double quotes: Inductor puts an assertion's message into C++ as it is.
+    message = (
+        "softcap_ops: an attention_mask that is not causal, with AttnMaskType.causal, is not offered in Megatron "
+        "models. Use AttnMaskType.padding_causal for padding, PackedSeqParams for several sequences in a row."
+    )
+    if mask.device.type != "cpu" or torch.compiler.is_compiling():
+        torch._assert_async(is_causal, message)  # reading it would stop the host, or the graph
+    elif not is_causal:
+        raise UnsupportedError(message)
+    if cached:
+        _found_causal = (weakref.ref(mask), mask._version)
 
 
 def _group_of_batch(packed_seq_params: Any) -> dict[str, Any]:

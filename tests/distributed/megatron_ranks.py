@@ -117,6 +117,13 @@ def check_layers() -> None:
         mask[1, ..., 7:] = True
         out = _core(mask="padding")(q, k, v, mask)
         assert torch.equal(out, _plain(attn_mask_type="padding")(q, k, v, mask))
+        # A mask that is causal may be given, another one may not.
+        causal = torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1)
+        for _ in range(2):
+            assert torch.equal(_core()(q, k, v, causal), _plain()(q, k, v))
+        causal[..., 6:, :6] = True  # two documents
+        with pytest.raises(UnsupportedError, match="attention_mask that is not causal"):
+            _core()(q, k, v, causal)
         # One step of decoding on a cache: Megatron passes no_mask.
         core = _core(window_size=(3, 0))
         out = core(q[-1:], k, v, None, attn_mask_type=AttnMaskType.no_mask)
