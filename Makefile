@@ -14,7 +14,7 @@ SOURCES := $(shell find softcap_ops csrc -name '*.py' -o -name '*.cpp' -o -name 
            setup.py pyproject.toml README.md
 SANITIZED := tests/test_cpu_kernel_raw.py tests/test_parity.py tests/test_contract.py tests/test_properties.py
 # What differs between torch versions; the whole suite on them is `make test-oldest test-newest ENDS=`.
-ENDS ?= $(addprefix tests/test_,schemas.py opcheck.py fake.py parity.py gradcheck.py autograd.py autocast.py compile.py \
+ENDS ?= $(addprefix tests/test_,schemas.py opcheck.py fake.py parity.py gradcheck.py autograd.py autocast.py compile.py modules.py \
           errors.py contract.py imports.py export.py onnx.py vmap.py flops.py)
 BUILD_REQUIREMENTS := "setuptools>=77" wheel ninja numpy
 

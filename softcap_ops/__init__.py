@@ -13,10 +13,12 @@ from .api import explain, softcap_attention, softcap_attention_varlen  # noqa: E
 from .backends import available_backends  # noqa: E402
 from .distributed import context_parallel_attention  # noqa: E402
 from .errors import UnsupportedError  # noqa: E402
+from .modules import DotProductAttention  # noqa: E402
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DotProductAttention",
     "UnsupportedError",
     "available_backends",
     "context_parallel_attention",
