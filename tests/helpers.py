@@ -73,12 +73,12 @@ def tolerances(x: Inputs, ref: Result, eager: Result, sample: Sample) -> Result:
 def accumulator_floor(x: Inputs, ref: Result) -> float:
     """The relative error of exp(score - lse): a few ulps of the largest lse, in the dtype that the kernel sums in.
 
-    Twice that for float64, where the reference is no more exact than the kernel.
+    Far more for float64, where the reference is no more exact than the kernel.
     """
     finite = ref.lse[ref.lse.isfinite()]
     largest_lse = max(1.0, finite.abs().max().item()) if finite.numel() else 1.0
     if x.q.dtype == torch.float64:
-        return 8 * torch.finfo(torch.float64).eps * largest_lse
+        return 64 * torch.finfo(torch.float64).eps * largest_lse
     return 4 * torch.finfo(torch.float32).eps * largest_lse
 
 
