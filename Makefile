@@ -13,9 +13,10 @@ WHEEL   := dist/built
 SOURCES := $(shell find softcap_ops csrc -name '*.py' -o -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu*') \
            setup.py pyproject.toml README.md
 SANITIZED := tests/test_cpu_kernel_raw.py tests/test_parity.py tests/test_contract.py tests/test_properties.py
-# What differs between torch versions; the whole suite on them is `make test-oldest test-newest ENDS=`.
-ENDS ?= $(addprefix tests/test_,schemas.py opcheck.py fake.py parity.py gradcheck.py autograd.py autocast.py compile.py modules.py \
-          errors.py contract.py imports.py export.py onnx.py vmap.py flops.py)
+# What differs between versions of torch and transformers; all of the suite on them: make test-oldest test-newest ENDS=
+ENDS ?= $(addprefix tests/test_,schemas.py opcheck.py fake.py parity.py gradcheck.py autograd.py autocast.py compile.py \
+          modules.py errors.py contract.py imports.py export.py onnx.py vmap.py flops.py decode.py \
+          transformers.py)
 BUILD_REQUIREMENTS := "setuptools>=77" wheel ninja numpy
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -32,11 +33,11 @@ demo: $(VENV)/installed
 test: $(VENV)/installed
 	$(VENV)/bin/pytest $(PYTEST)
 
-## make test-oldest     the version-dependent part of it on the oldest supported torch, with the same wheel
+## make test-oldest     the version-dependent part of it on the oldest supported torch and transformers, same wheel
 test-oldest: .venv-oldest/installed
 	.venv-oldest/bin/pytest $(PYTEST) $(ENDS)
 
-## make test-newest     the same on the newest torch that installs
+## make test-newest     the same on the newest that install
 test-newest: .venv-newest/installed
 	.venv-newest/bin/pytest $(PYTEST) $(ENDS)
 
@@ -80,6 +81,7 @@ clean:
 .venv/torch:        REQUIREMENT := $(TORCH)
 .venv-oldest/torch: REQUIREMENT := torch==2.11.0
 .venv-newest/torch: REQUIREMENT := torch>=2.11
+.venv-oldest/installed: PINNED := transformers==5.4.0
 
 %/torch:
 	$(PYTHON) -m venv $*
@@ -95,7 +97,7 @@ $(WHEEL): $(SOURCES) | $(VENV)/torch
 	@touch $@
 
 %/installed: $(WHEEL) | %/torch
-	$*/bin/pip install --quiet "$$(ls dist/*.whl)[test,demo]"
+	$*/bin/pip install --quiet "$$(ls dist/*.whl)[test,demo]" $(PINNED)
 	$*/bin/pip install --quiet --force-reinstall --no-deps dist/*.whl
 	@touch $@
 

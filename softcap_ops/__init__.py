@@ -9,7 +9,7 @@ _extension.load()
 
 # The underscored ones are imported for what they register: one aspect of the ops each.
 from . import _autocast, _autograd, _fake, _flops, _impl, _sharding, _vmap, reference  # noqa: E402, F401
-from .api import explain, softcap_attention, softcap_attention_varlen  # noqa: E402
+from .api import explain, softcap_attention, softcap_attention_decode, softcap_attention_varlen  # noqa: E402
 from .backends import available_backends  # noqa: E402
 from .distributed import context_parallel_attention  # noqa: E402
 from .errors import UnsupportedError  # noqa: E402
@@ -25,5 +25,6 @@ __all__ = [
     "explain",
     "reference",
     "softcap_attention",
+    "softcap_attention_decode",
     "softcap_attention_varlen",
 ]

@@ -31,6 +31,21 @@ class Packing(NamedTuple):
     max_seqlen_k: Any
 
 
+class Cache(NamedTuple):
+    """Where the keys of each sequence lie in a cache: rows cache_leftpad[b] up to cache_seqlens[b]."""
+
+    cache_seqlens: torch.Tensor
+    cache_leftpad: torch.Tensor | None  # None = zeros
+    block_table: torch.Tensor | None  # None = row b of the caches is sequence b
+
+    def to(self, device: torch.device) -> Cache:
+        return Cache(*(None if t is None else t.to(device) for t in self))  # type: ignore[arg-type]
+
+    def capacity(self, k_cache: torch.Tensor) -> Any:
+        """How many keys a sequence can have."""
+        return k_cache.shape[1] if self.block_table is None else k_cache.shape[1] * self.block_table.shape[1]
+
+
 class Sharding(NamedTuple):
     """What the context-parallel ops take before the options: packing of the whole sequences, ranks and scheme."""
 
@@ -67,6 +82,22 @@ def split_sharded(rest: tuple[Any, ...]) -> tuple[Sharding, Options, tuple[Any, 
     """`split` for the context-parallel ops."""
     sharding, rest = Sharding(*rest[: len(Sharding._fields)]), rest[len(Sharding._fields) :]
     return sharding, Options(*rest[: len(Options._fields)]), rest[len(Options._fields) :]
+
+
+# Of decode_attention_fwd, from `scale` on: the dispatcher leaves out trailing arguments that have their default.
+_DECODE_DEFAULTS = (None, True, -1, -1, None, None, None, True)
+
+
+def split_decode(rest: tuple[Any, ...]) -> tuple[Cache, Options, bool]:
+    """Name what decode_attention_fwd was given after q, k_cache and v_cache; the third part is return_lse."""
+    given = rest[len(Cache._fields) :]
+    softcap, scale, causal, left, right, backend, *tensors, return_lse = given + _DECODE_DEFAULTS[len(given) - 1 :]
+    return Cache(*rest[:3]), Options(softcap, scale, causal, left, right, None, backend, *tensors), return_lse
+
+
+def join_decode(cache: Cache, o: Options, return_lse: bool) -> tuple[Any, ...]:
+    """The other way round."""
+    return (*cache, *o[:5], o.backend, o.softcap_tensor, o.scale_tensor, return_lse)
 
 
 # float32 kernels would read a larger cap as infinite, and inf * tanh(0) is NaN. No score comes near it.

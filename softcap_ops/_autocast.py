@@ -24,6 +24,6 @@ def attention_fwd(op: Any, device: str, q: Tensor, k: Tensor, v: Tensor, *rest: 
 
 
 _KEYS = {"cpu": _C.DispatchKey.AutocastCPU, "cuda": _C.DispatchKey.AutocastCUDA}
-for _op in (_schema.attention_fwd, _schema.varlen_attention_fwd):
+for _op in (_schema.attention_fwd, _schema.varlen_attention_fwd, _schema.decode_attention_fwd):
     for _device, _key in _KEYS.items():
         lib.impl(_op, partial(attention_fwd, _op, _device), _key.name)

@@ -22,8 +22,9 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from . import _impl, _onnx, _schema, _sharding
-from ._arguments import Options, Packing, split
+from ._arguments import Options, Packing, join_decode, split, split_decode
 from ._schema import lib
+from .errors import UnsupportedError
 
 _NO_DOUBLE_BACKWARD = (
     "softcap_ops: soft-capped attention is not twice differentiable (create_graph=True, then a gradient of the "
@@ -32,6 +33,11 @@ _NO_DOUBLE_BACKWARD = (
 _NO_FORWARD_MODE = (
     "softcap_ops: soft-capped attention has no forward-mode derivative (torch.func.jvp, jacfwd, dual tensors). "
     "Use reverse mode (grad, vjp, jacrev), or softcap_ops.reference.attention."
+)
+
+_NO_DECODE_GRADIENT = (
+    "softcap_ops: softcap_attention_decode has no gradient, and {name} requires one. Decode under torch.no_grad() or "
+    "torch.inference_mode(); train with softcap_attention."
 )
 
 
@@ -199,6 +205,23 @@ def attention_bwd(packed: bool, keyset: Any, *args: Any) -> tuple[Tensor, Tensor
     return _below_autograd(op, keyset, *args)
 
 
+def decode_attention_fwd(keyset: Any, q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _sharding.register()
+    _refuse_forward_mode(q, k_cache, v_cache)
+    for name, t in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if _any_requires_grad(t):
+            raise UnsupportedError(_NO_DECODE_GRADIENT.format(name=name))
+    cache, options, return_lse = split_decode(rest)
+    options = _scalars_as_tensors(options)
+    keyset = keyset & _C._after_autograd_keyset
+    with _C._AutoDispatchBelowAutograd():
+        if keyset.raw_repr() in _KERNEL_ONLY:
+            return _impl.decode(q, k_cache, v_cache, cache, options, return_lse)
+        op = _schema.decode_attention_fwd
+        return op.redispatch(keyset, q, k_cache, v_cache, *join_decode(cache, options, return_lse))
+
+
+lib.impl("decode_attention_fwd", decode_attention_fwd, "Autograd", with_keyset=True)
 for _prefix, _packed in (("", False), ("varlen_", True)):
     lib.impl(f"{_prefix}attention_fwd", partial(attention_fwd, _packed), "Autograd", with_keyset=True)
     lib.impl(f"{_prefix}attention_bwd", partial(attention_bwd, _packed), "Autograd", with_keyset=True)

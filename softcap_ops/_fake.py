@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from . import _onnx, _validation
-from ._arguments import split
+from ._arguments import split, split_decode
 from ._schema import lib
 
 
@@ -37,9 +37,17 @@ def backward(
     return empty_gradients(q, k, v, *tail)
 
 
-def empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Contiguous tensors for out and lse."""
-    return q.new_empty(q.shape), q.new_empty(_validation.lse_shape_of(q), dtype=_validation.lse_dtype_of(q))
+def decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    cache, options, return_lse = split_decode(rest)
+    _validation.decode(q, k_cache, v_cache, cache, options)
+    _onnx.refuse_if_exporting("decode_attention_fwd", options)
+    return empty_outputs(q, return_lse)
+
+
+def empty_outputs(q: Tensor, return_lse: bool = True) -> tuple[Tensor, Tensor]:
+    """Contiguous tensors for out and lse; the latter has no elements if it is not asked for."""
+    shape = _validation.lse_shape_of(q) if return_lse else (0,)
+    return q.new_empty(q.shape), q.new_empty(shape, dtype=_validation.lse_dtype_of(q))
 
 
 def empty_gradients(
@@ -53,3 +61,4 @@ def empty_gradients(
 for _prefix, _packed in (("", False), ("varlen_", True)):
     lib._register_fake(f"{_prefix}attention_fwd", partial(forward, _packed))
     lib._register_fake(f"{_prefix}attention_bwd", partial(backward, _packed))
+lib._register_fake("decode_attention_fwd", decode)

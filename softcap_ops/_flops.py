@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensor
 
-from ._arguments import Packing, split
+from ._arguments import Packing, split, split_decode
 from ._late import when_imported
 
 
@@ -61,6 +61,19 @@ def _count(packed: bool, leading: int, factor: int, *args: Any, out_val: Any = N
     return factor * pairs * int(q.shape[-2]) * int(q.shape[-1])
 
 
+def _count_decode(q: Any, k_cache: Any, v_cache: Any, *rest: Any, out_val: Any = None) -> int:
+    """Each sequence by its own length. While tracing it is unknown: taken as all that the cache holds."""
+    cache, options, _ = split_decode(rest)
+    seqlens, leftpad = cache.cache_seqlens, cache.cache_leftpad
+    if isinstance(seqlens, FakeTensor) or seqlens.is_meta:
+        lengths = [int(cache.capacity(k_cache))] * int(q.shape[0])
+    else:
+        lengths = (seqlens if leftpad is None else seqlens - leftpad).clamp(min=0).tolist()
+    window = (int(options.window_left), int(options.window_right))
+    pairs = sum(n * visible_pairs(int(q.shape[1]), s, options.causal, window) for s, n in Counter(lengths).items())
+    return 4 * pairs * int(q.shape[-2]) * int(q.shape[-1])
+
+
 _FORWARD, _BACKWARD = 3, 7  # tensors in front: q, k, v; dout, dlse, q, k, v, out, lse
 
 
@@ -71,6 +84,7 @@ def register() -> None:
         for suffix, leading, factor in (("fwd", _FORWARD, 4), ("bwd", _BACKWARD, 10)):
             op = getattr(torch.ops.softcap_ops, f"{prefix}attention_{suffix}")
             register_flop_formula(op, get_raw=True)(partial(_count, packed, leading, factor))
+    register_flop_formula(torch.ops.softcap_ops.decode_attention_fwd, get_raw=True)(_count_decode)
 
 
 # It imports Triton where that is installed.

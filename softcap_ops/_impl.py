@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import _validation, backends
-from ._arguments import Options, Packing, Parameters, resolve, split
+from ._arguments import Cache, Options, Packing, Parameters, resolve, split, split_decode
 from ._schema import lib
 
 
@@ -69,6 +69,27 @@ def _kind(packing: Packing) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
+def prepare_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, options: Options) -> Call:
+    """`prepare` of a decode call; what its lengths and block table hold is checked every time, on the CPU."""
+    kinds = q.dtype, k_cache.dtype, v_cache.dtype, q.device, k_cache.device, v_cache.device
+    facts = tuple(None if t is None else (t.shape, t.dtype, t.device, t.stride()) for t in cache)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    key = (q.shape, k_cache.shape, v_cache.shape, kinds, options, deterministic, "decode", facts)
+    call = _calls.get(key) if options[-2:] == (None, None) else None
+    if call is None:
+        _validation.decode(q, k_cache, v_cache, cache, options)
+        parameters = resolve(options, q.shape[-1])
+        backend = backends.choose(options.backend, *backends.decode_facts(q, k_cache, cache, parameters))
+        call = Call(backend, parameters)
+        if options[-2:] == (None, None):
+            if len(_calls) >= 4096:
+                _calls.clear()
+            _calls[key] = call
+    if q.device.type == "cpu":
+        _validation.decode_values(k_cache, cache)
+    return call
+
+
 def _profiled(op: str, packing: Packing | None, backend: ModuleType) -> contextlib.AbstractContextManager[Any]:
     """A range for profilers (torch.profiler, emit_nvtx) that says which backend serves the op."""
     if not torch.autograd._profiler_enabled():
@@ -102,6 +123,19 @@ def backward(
         return call.backend.backward(dout, dlse, q, k, v, out, lse, packing, call.parameters, output_mask)
 
 
+def decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, options: Options, return_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """(out, lse); lse has no elements if it is not asked for."""
+    backend, parameters = prepare_decode(q, k_cache, v_cache, cache, options)
+    with _profiled("decode_attention_fwd", None, backend):
+        return backend.decode(q, k_cache, v_cache, cache, parameters, return_lse)
+
+
+def decode_attention_fwd(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return decode(q, k_cache, v_cache, *split_decode(rest))
+
+
 def attention_fwd(packed: bool, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     packing, options, tail = split(rest, packed)
     call = prepare(q, k, v, packing, options, bool(tail and tail[0]))
@@ -130,3 +164,4 @@ for _key in ("CPU", "CUDA"):
     for _prefix, _packed in (("", False), ("varlen_", True)):
         lib.impl(f"{_prefix}attention_fwd", partial(attention_fwd, _packed), _key)
         lib.impl(f"{_prefix}attention_bwd", partial(attention_bwd, _packed), _key)
+    lib.impl("decode_attention_fwd", decode_attention_fwd, _key)

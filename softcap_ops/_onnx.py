@@ -102,6 +102,7 @@ def _register_symbolics() -> None:
         ("attention_bwd", 7),
         ("varlen_attention_fwd", 7),
         ("varlen_attention_bwd", 11),
+        ("decode_attention_fwd", 6),
     ):
         # Opset 1 serves opset 9 and later, opset 9 serves 7 and 8.
         for opset in (1, 9):

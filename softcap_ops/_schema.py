@@ -19,6 +19,12 @@ _SHARDING = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_q_padded, Tensor? cu_seqlens_k_padded, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, str[] groups, str comm, str layout"
 )
+# The same without `deterministic`, which decoding always is, and causal, which it is but for rare cases.
+_DECODE_OPTIONS = (
+    "Scalar? softcap, Scalar? scale=None, bool causal=True, SymInt window_left=-1, SymInt window_right=-1, "
+    "str? backend=None, Tensor? softcap_tensor=None, Tensor? scale_tensor=None"
+)
+_CACHE = "Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? cache_leftpad, Tensor? block_table"
 _FORWARD = "Tensor q, Tensor k, Tensor v"
 _BACKWARD = "Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 _MASK = "bool[3] output_mask=[True, True, True]"
@@ -32,6 +38,7 @@ SCHEMAS = (
     f"cp_attention_fwd({_FORWARD}, {_SHARDING}, {_OPTIONS}, bool needs_backward=False, bool return_lse=True) "
     "-> (Tensor out, Tensor lse)",
     f"cp_attention_bwd({_BACKWARD}, {_SHARDING}, {_OPTIONS}, {_MASK}) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"decode_attention_fwd(Tensor q, {_CACHE}, {_DECODE_OPTIONS}, bool return_lse=True) -> (Tensor out, Tensor lse)",
 )
 
 # flexible_layout: any strides are accepted, so Inductor need not restride (copy) an input for us.
@@ -47,3 +54,4 @@ varlen_attention_fwd = torch.ops.softcap_ops.varlen_attention_fwd.default
 varlen_attention_bwd = torch.ops.softcap_ops.varlen_attention_bwd.default
 cp_attention_fwd = torch.ops.softcap_ops.cp_attention_fwd.default
 cp_attention_bwd = torch.ops.softcap_ops.cp_attention_bwd.default
+decode_attention_fwd = torch.ops.softcap_ops.decode_attention_fwd.default

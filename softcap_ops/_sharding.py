@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from . import _schema
-from ._arguments import split
+from ._arguments import split, split_decode
 from ._late import when_imported
 from .errors import UnsupportedError
 
@@ -37,6 +37,7 @@ def register() -> None:
     ):
         register_sharding(forward)(partial(_forward, packed))
         register_sharding(backward)(partial(_backward, packed))
+    register_sharding(_schema.decode_attention_fwd)(_decode)
 
 
 class _Axes:
@@ -121,6 +122,30 @@ def _backward(packed: bool, *args: Any) -> list[tuple[list[Any], list[Any]]]:
         ([x if wanted else Replicate() for wanted in mask], _placements(args, [x, y, x, x, x, x, y]))
         for x, y in _choices(packed, *args[2:5])
     ]
+
+
+def _decode(*args: Any) -> list[tuple[list[Any], list[Any]]]:
+    """As the dense forward; the lengths go with the batch. Blocks are shared by all sequences: replicated, but for
+    their heads."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    q, k, v = args[:3]
+    paged, return_lse = args[5] is not None, split_decode(args[3:])[2]
+    if paged:
+        for name, spec in (("k_cache", k), ("v_cache", v)):
+            if any(p.is_shard(0) or p.is_shard(1) for p in spec.placements):
+                raise UnsupportedError(
+                    f"softcap_ops: {name} is sharded over its blocks, which any sequence may use, got placements "
+                    f"{tuple(spec.placements)}: shard the heads instead"
+                )
+    choices = []
+    for x, y in _choices(False, q, k, v):
+        by_batch = x == Shard(0)
+        cache = Replicate() if paged and by_batch else x
+        lengths = x if by_batch else Replicate()
+        outputs = [x, y if return_lse else Replicate()]
+        choices.append((outputs, _placements(args, [x, cache, cache, lengths, lengths, lengths])))
+    return choices
 
 
 when_imported("torch.distributed.tensor", register)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from ._arguments import Options, Packing
+from ._arguments import Cache, Options, Packing
 
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Every CUDA backend launches one grid row a head; past this no GPU can run what a CPU could.
@@ -22,13 +22,17 @@ MAX_HEADS = 65535
 
 _DENSE = "(batch, seqlen, heads, head_dim)"
 _PACKED = "(tokens, heads, head_dim)"
+_CACHED = "(batch, cache_len, heads, head_dim)"
+_PAGED = "(blocks, block_size, heads, head_dim)"
 
 
-def types(q: Any, k: Any, v: Any, causal: Any, deterministic: Any, backend: Any) -> None:
+def types(
+    q: Any, k: Any, v: Any, causal: Any, deterministic: Any, backend: Any, names: tuple[str, str] = ("k", "v")
+) -> None:
     """Check the Python types of the public functions' tensors and switches."""
     tensor("q", q)
-    tensor("k", k)
-    tensor("v", v)
+    tensor(names[0], k)
+    tensor(names[1], v)
     if not isinstance(causal, (bool, torch.SymBool)):
         raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
     if deterministic is not None and not isinstance(deterministic, bool):
@@ -78,6 +82,24 @@ def lengths(cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_
     integer("max_seqlen_q", max_seqlen_q)
     integer("max_seqlen_k", max_seqlen_k)
     return Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+
+
+CACHES = ("k_cache", "v_cache")
+
+
+def cache(cache_seqlens: Any, cache_leftpad: Any, block_table: Any) -> Cache:
+    """Check the Python types of what only decoding takes."""
+    if isinstance(cache_seqlens, int):
+        raise TypeError(
+            f"cache_seqlens must be an int32 Tensor of shape (batch,), got the int {cache_seqlens}: "
+            "torch.full((batch,), n, dtype=torch.int32, device=q.device)"
+        )
+    tensor("cache_seqlens", cache_seqlens)
+    if cache_leftpad is not None:
+        tensor("cache_leftpad", cache_leftpad)
+    if block_table is not None:
+        tensor("block_table", block_table)
+    return Cache(cache_seqlens, cache_leftpad, block_table)
 
 
 def options(o: Options) -> None:
@@ -175,6 +197,64 @@ def packed_values(q: Tensor, k: Tensor, p: Packing) -> None:
             raise ValueError(f"{length_name} must be at least the longest sequence, {longest}, got {length}")
 
 
+def decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, c: Cache, o: Options) -> None:
+    """All that decode_attention_fwd can check without reading tensor data.
+
+    q (B, Sq, Hq, D); k_cache, v_cache (B, Smax, Hkv, D), or with block_table (blocks, block_size, Hkv, D);
+    cache_seqlens, cache_leftpad int32, contiguous, (B,); block_table int32, (B, blocks of one sequence).
+    """
+    layout = _CACHED if c.block_table is None else _PAGED
+    _rank("q", q, 4, _DENSE)
+    _rank("k_cache", k_cache, 4, layout)
+    _rank("v_cache", v_cache, 4, layout)
+    _same_kind(q, k_cache, v_cache, CACHES)
+    if c.block_table is None and k_cache.shape[0] != q.shape[0]:
+        raise ValueError(f"k_cache must have the batch of q, {q.shape[0]}, got shape {_s(k_cache)}")
+    _heads(q, k_cache, v_cache, layout, CACHES)
+    for name, t, rank, shape in (
+        ("cache_seqlens", c.cache_seqlens, 1, "(batch,)"),
+        ("cache_leftpad", c.cache_leftpad, 1, "(batch,)"),
+        ("block_table", c.block_table, 2, "(batch, blocks)"),
+    ):
+        if t is None:
+            continue
+        if t.dtype != torch.int32:
+            raise TypeError(f"{name} must be int32, got {t.dtype}")
+        if t.dim() != rank or t.shape[0] != q.shape[0]:
+            raise ValueError(f"{name} must have shape {shape} with the batch of q, {q.shape[0]}, got {_s(t)}")
+        if t.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {t.device}")
+        if rank == 1 and not t.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got stride {t.stride()}")
+    options(o)
+
+
+def decode_values(k_cache: Tensor, c: Cache) -> None:
+    """Check what the lengths and the block table hold. On the CPU only: on a GPU reading them would stop the stream."""
+    capacity, seqlens = c.capacity(k_cache), c.cache_seqlens.tolist()
+    leftpads = [0] * len(seqlens) if c.cache_leftpad is None else c.cache_leftpad.tolist()
+    for name, lengths in (("cache_seqlens", seqlens), ("cache_leftpad", leftpads)):
+        for b, length in enumerate(lengths):
+            if not 0 <= length <= capacity:
+                raise ValueError(
+                    f"{name} must lie between 0 and the {capacity} keys that the cache holds of a sequence, "
+                    f"got {length} for sequence {b}"
+                )
+    if c.block_table is None:
+        return
+    blocks, block_size = k_cache.shape[:2]
+    for b, (first, end) in enumerate(zip(leftpads, seqlens, strict=True)):
+        if first >= end:
+            continue
+        used = c.block_table[b, first // block_size : -(-end // block_size)]
+        low, high = (int(x) for x in used.aminmax())
+        if low < 0 or high >= blocks:
+            raise ValueError(
+                f"block_table must name blocks 0 to {blocks - 1} of the cache wherever a sequence has keys, "
+                f"got {low if low < 0 else high} for sequence {b}"
+            )
+
+
 def gradients(dout: Tensor, dlse: Tensor | None, q: Tensor, out: Tensor, lse: Tensor) -> None:
     """The backward ops' own inputs: what the forward returned and gradients of the same shapes."""
     lse_shape, lse_dtype = lse_shape_of(q), lse_dtype_of(q)
@@ -212,27 +292,28 @@ def _rank(name: str, t: Tensor, rank: int, layout: str) -> None:
         raise ValueError(f"{name} must have shape {layout}, got {_s(t)}")
 
 
-def _same_kind(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _same_kind(q: Tensor, k: Tensor, v: Tensor, names: tuple[str, str] = ("k", "v")) -> None:
     if q.dtype not in FLOAT_DTYPES:
         raise TypeError(f"q must be float32, float64, bfloat16 or float16, got {q.dtype}")
-    for name, t in (("k", k), ("v", v)):
+    for name, t in zip(names, (k, v), strict=True):
         if t.dtype != q.dtype:
             raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {t.dtype}")
         if t.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {t.device}")
 
 
-def _heads(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
-    """The checks on the axes that dense and packed share: the last two, and k against v."""
+def _heads(q: Tensor, k: Tensor, v: Tensor, layout: str, names: tuple[str, str] = ("k", "v")) -> None:
+    """The checks on the axes that all layouts share: the last two, and k against v."""
+    key, value = names
     if v.shape != k.shape:
-        raise ValueError(f"v must have the shape of k, {_s(k)}, got {_s(v)}")
+        raise ValueError(f"{value} must have the shape of {key}, {_s(k)}, got {_s(v)}")
     heads_q, heads_kv, head_dim = q.shape[-2], k.shape[-2], q.shape[-1]
     if head_dim < 1 or k.shape[-1] != head_dim:
-        raise ValueError(f"k must have the head_dim of q, {head_dim} (at least 1), got shape {_s(k)}")
+        raise ValueError(f"{key} must have the head_dim of q, {head_dim} (at least 1), got shape {_s(k)}")
     if heads_kv < 1 or heads_q < 1 or heads_q % heads_kv != 0:
         raise ValueError(
-            f"the heads of q must be a positive multiple of those of k, got {heads_q} and {heads_kv} "
-            f"from q {_s(q)}, k {_s(k)}: the layout is {layout}{_transposed_hint(q, k)}"
+            f"the heads of q must be a positive multiple of those of {key}, got {heads_q} and {heads_kv} "
+            f"from q {_s(q)}, {key} {_s(k)}: the layout is {layout}{_transposed_hint(q, k)}"
         )
     if heads_q > MAX_HEADS:
         raise ValueError(

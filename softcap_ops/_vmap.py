@@ -53,6 +53,32 @@ def _batch(
     return values, out_dims
 
 
+def _batch_decode(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    """The mapped axis joins the batch. Blocks are shared by all sequences: a map over them has no batch to join."""
+    if args[5] is not None and (in_dims[1] is not None or in_dims[2] is not None):
+        raise UnsupportedError(
+            "softcap_ops: vmap over k_cache or v_cache with a block_table is not offered: put all blocks into one "
+            "cache and map q, cache_seqlens and block_table."
+        )
+    caches = () if args[5] is not None else (1, 2)
+    batched = [i for i in (0, *caches, 3, 4, 5) if args[i] is not None]
+    others = [d for i, d in enumerate(in_dims) if i not in batched]
+    if any(d is not None for d in others):
+        raise UnsupportedError(_NO_VMAP.format(what="softcap or scale"))
+    order = [*batched, *(i for i in range(len(args)) if i not in batched)]
+
+    def op(*moved: Any) -> Any:
+        return _schema.decode_attention_fwd(*(moved[order.index(i)] for i in range(len(args))))
+
+    axes = (0,) * len(batched)
+    (out, lse), (out_dim, lse_dim) = _batch(
+        op, axes, (0, 0), info, tuple(in_dims[i] for i in order), *(args[i] for i in order)
+    )
+    return (out, lse), (out_dim, lse_dim)
+
+
+torch.library.register_vmap(_schema.decode_attention_fwd, _batch_decode)
+
 # Tensors in front: q, k, v, and for the backward dout, dlse, q, k, v, out, lse; heads come first in a packed lse.
 for _op, _axes, _out_axes in (
     (_schema.attention_fwd, (0, 0, 0), (0, 0)),

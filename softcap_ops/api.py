@@ -181,6 +181,97 @@ def softcap_attention_varlen(
     return (out, lse) if return_lse else out
 
 
+@overload
+def softcap_attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    cache_leftpad: Tensor | None = ...,
+    block_table: Tensor | None = ...,
+    softcap: float | None,
+    scale: float | None = ...,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    return_lse: Literal[False] = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def softcap_attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    cache_leftpad: Tensor | None = ...,
+    block_table: Tensor | None = ...,
+    softcap: float | None,
+    scale: float | None = ...,
+    causal: bool = ...,
+    window: tuple[int, int] = ...,
+    return_lse: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def softcap_attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softcap: float | None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: tuple[int, int] = (-1, -1),
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`softcap_attention` of the latest queries on a KV cache. No gradient, and nothing is written to the cache.
+
+    Write the new keys and values first, then call: cache_seqlens counts them in. (flash_attn_with_kvcache counts the
+    same way where it is not given new keys; where it is, it appends them, and its cache_seqlens leaves them out.)
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), any seqlen_q: one step, several (speculative decoding), a chunk of a
+            prompt. dtypes, strides and GQA as in `softcap_attention`.
+        k_cache, v_cache: (batch, cache_len, heads_kv, head_dim); with block_table (blocks, block_size, heads_kv,
+            head_dim). What lies beyond a sequence's keys is not read on the CPU; a GPU kernel may read it and then
+            needs it finite.
+        cache_seqlens: int32, (batch,), contiguous, on q's device: the keys of sequence b end before this row of its
+            cache. It stays on the device, so that one graph serves every step.
+        cache_leftpad: the same kind: they start at this row (left padding); None = 0.
+        block_table: int32, (batch, blocks of one sequence), on q's device: row b lists the blocks of sequence b, which
+            count as lying end to end; entries past its last key may be anything.
+        causal: query i of sequence b sees its key j when j <= i + n - seqlen_q, n = cache_seqlens[b] -
+            cache_leftpad[b] keys (aligned bottom right). True by default, unlike that of `softcap_attention`.
+        return_lse: also return the log-sum-exp of the capped, masked scores.
+        softcap, scale, window, backend: see `softcap_attention`.
+
+    Returns:
+        out, shape and dtype of q, contiguous; with return_lse (out, lse), lse (batch, heads_q, seqlen_q). A query that
+        sees no key, as every one of an empty sequence, has out 0 and lse -inf.
+
+    Raises:
+        As `softcap_attention`; what the lengths and block_table hold is checked on the CPU only. UnsupportedError also
+        where q, k_cache or v_cache requires a gradient and grad mode is on.
+    """
+    _validation.types(q, k_cache, v_cache, causal, None, backend, _validation.CACHES)
+    cache = _validation.cache(cache_seqlens, cache_leftpad, block_table)
+    left, right = _validation.scalars(softcap, scale, window)
+    if _onnx.exporting_torchscript():
+        raise OnnxExportError(_onnx.message("decode_attention_fwd", _onnx.capped(softcap)))
+    out, lse = _schema.decode_attention_fwd(
+        q, k_cache, v_cache, *cache, softcap, scale, causal, left, right, backend, None, None, return_lse
+    )
+    return (out, lse) if return_lse else out
+
+
 def explain(
     q: Tensor,
     k: Tensor,
@@ -196,14 +287,24 @@ def explain(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    cache_seqlens: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
 ) -> str:
     """Which backend would run this call, and why each other one would not. Nothing is computed.
 
-    Arguments are those of `softcap_attention`, or with the cu_seqlens of `softcap_attention_varlen`, and are checked
+    Arguments are those of `softcap_attention`, with the cu_seqlens of `softcap_attention_varlen`, or with cache_seqlens
+    those of `softcap_attention_decode` (k and v are the caches then, and causal is said, not implied), and are checked
     the same way. A gradient is taken to be needed when grad mode is on and q, k or v requires one.
     """
     _validation.types(q, k, v, causal, deterministic, backend)
     left, right = _validation.scalars(softcap, scale, window)
+    if cache_seqlens is not None:
+        cache = _validation.cache(cache_seqlens, cache_leftpad, block_table)
+        options = Options(softcap, scale, causal, left, right, deterministic, backend)
+        _validation.decode(q, k, v, cache, options)
+        facts = backends.decode_facts(q, k, cache, resolve(options, q.shape[-1]))
+        return backends.explain(backends.Problem(*facts), backend)
     packing = None
     if any(a is not None for a in (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)):
         packing = _validation.lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)

@@ -89,6 +89,39 @@ def attention(
     return out.transpose(1, 2).contiguous(), lse
 
 
+def attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    *,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softcap: float | None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: tuple[int, int] = (-1, -1),
+) -> tuple[Tensor, Tensor]:
+    """`attention` of each sequence on its keys in a cache; arguments as of `softcap_attention_decode`."""
+    outs, lses = [], []
+    for b, end in enumerate(cache_seqlens.tolist()):
+        first = 0 if cache_leftpad is None else int(cache_leftpad[b])
+        if block_table is None:
+            k, v = k_cache[b], v_cache[b]
+        else:
+            k, v = (cache[block_table[b, : -(-end // cache.shape[1])]].flatten(0, 1) for cache in (k_cache, v_cache))
+        rows = slice(min(first, end), end)
+        out, lse = attention(
+            q[b, None], k[None, rows], v[None, rows], softcap=softcap, scale=scale, causal=causal, window=window
+        )
+        outs.append(out)
+        lses.append(lse)
+    if not outs:
+        lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        return q.clone(), q.new_zeros((0, q.shape[2], q.shape[1]), dtype=lse_dtype)
+    return torch.cat(outs), torch.cat(lses)
+
+
 def attention_varlen(
     q: Tensor,
     k: Tensor,

@@ -30,6 +30,7 @@ class Faults:
     backward: str = "yes"  # "yes", "raises", "no_factor": without 1 - tanh^2
     max_backward_head_dim: int = 256
     lse: str = "exact"  # "exact", "padded"
+    decode: str = "yes"  # "yes", "first sequence": all on the cache of sequence 0, "absent", "no softcap"
     calls: list[str] = field(default_factory=list)
 
 
@@ -171,11 +172,34 @@ class FakeFA2:
             grads = _backward(dout[a], q[a], k[b], v[b], out[a], lse[:, a], scale, cap, window, factor)
             dq[a], dk[b], dv[b] = grads
 
+    def flash_attn_with_kvcache(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any = None, v: Any = None, rotary_cos: Any = None,
+        rotary_sin: Any = None, cache_seqlens: Any = None, cache_batch_idx: Any = None, cache_leftpad: Any = None,
+        block_table: Any = None, softmax_scale: Any = None, causal: bool = False, window_size: Any = (-1, -1),
+        softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Any = None, num_splits: int = 0,
+        return_softmax_lse: bool = False,
+    ) -> Any:  # fmt: skip
+        self.faults.calls.append("decode")
+        assert k is v is rotary_cos is cache_batch_idx is alibi_slopes is None
+        assert block_table is None or (k_cache.shape[1] % 256 == 0 and cache_leftpad is None)
+        cap = _check(self.faults, softcap, q, k_cache, v_cache, broadcast=True)
+        capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+        window = _fa2_window(causal and q.shape[1] > 1, window_size, capacity)
+        out, lse = _decode(
+            self.faults, q, k_cache, v_cache, cache_seqlens, cache_leftpad, block_table, softmax_scale, cap, window
+        )
+        lse = lse.nan_to_num(neginf=math.inf)
+        return (out, lse) if return_softmax_lse else out
+
     def module(self) -> types.ModuleType:
         interface = types.ModuleType("flash_attn.flash_attn_interface")
         functions = {"2.5": self._version_2_5, "2.6": self._version_2_6, "2.8": self._version_2_8}[self.faults.version]
         for function in functions():
             setattr(interface, function.__name__, function)
+        if self.faults.decode == "no softcap":
+            interface.flash_attn_with_kvcache = lambda q, k_cache, v_cache, cache_seqlens, causal: None  # type: ignore[attr-defined]
+        elif self.faults.decode != "absent":
+            interface.flash_attn_with_kvcache = self.flash_attn_with_kvcache  # type: ignore[attr-defined]
         return interface
 
     def _version_2_5(self) -> Any:
@@ -262,6 +286,28 @@ class FakeFA2:
         return _flash_attn_forward, _flash_attn_varlen_forward, _flash_attn_backward, _flash_attn_varlen_backward
 
 
+def _decode(
+    faults: Faults, q: Tensor, k_cache: Tensor, v_cache: Tensor, seqlens: Tensor, leftpad: Tensor | None,
+    table: Tensor | None, scale: float, cap: float, window: tuple[int, int],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Each sequence on its keys; windows are counted from its own length."""
+    assert seqlens.dtype == torch.int32
+    assert seqlens.is_contiguous()
+    outs, lses = [], []
+    for b, end in enumerate(seqlens.tolist()):
+        b_cache = 0 if faults.decode == "first sequence" else b
+        first = 0 if leftpad is None else int(leftpad[b])
+        if table is None:
+            k, v = k_cache[b_cache, first:end], v_cache[b_cache, first:end]
+        else:
+            blocks = table[b_cache, : -(-end // k_cache.shape[1])]
+            k, v = (t[blocks].flatten(0, 1)[first:end] for t in (k_cache, v_cache))
+        out, lse = _forward(q[b], k, v, scale, cap, window)
+        outs.append(out)
+        lses.append(lse)
+    return torch.stack(outs), torch.stack(lses)
+
+
 def _rows(cu_q: Tensor, cu_k: Tensor) -> Any:
     q, k = cu_q.tolist(), cu_k.tolist()
     return [(slice(q[i], q[i + 1]), slice(k[i], k[i + 1])) for i in range(len(q) - 1)]
@@ -301,6 +347,8 @@ class FakeFA3:
             "q k v k_new v_new q_v out cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale is_causal "
             "window_size_left window_size_right softcap num_splits"
         )
+        if self.faults.decode != "absent":
+            fwd += " seqused_k page_table leftpad_k"
         bwd = (
             "dout q k v out softmax_lse dq dk dv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale "
             "is_causal window_size_left window_size_right softcap deterministic"
@@ -311,11 +359,16 @@ class FakeFA3:
         self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None = None, cu_seqlens_q: Any = None,
         cu_seqlens_k: Any = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0, softmax_scale: float = 0.0,
         is_causal: bool = False, window_size_left: int = -1, window_size_right: int = -1, softcap: float = 0.0,
-        num_splits: int = 0,
+        num_splits: int = 0, seqused_k: Any = None, page_table: Any = None, leftpad_k: Any = None,
     ) -> Any:  # fmt: skip
-        self.faults.calls.append("forward")
-        assert num_splits == 1
+        self.faults.calls.append("forward" if seqused_k is None else "decode")
+        assert num_splits == (1 if seqused_k is None else 0)
         cap = _check(self.faults, softcap, q, k, v, broadcast=False)
+        if seqused_k is not None:
+            capacity = k.shape[1] * (1 if page_table is None else page_table.shape[1])
+            window = _fa3_window(is_causal, window_size_left, window_size_right, q.shape[1], capacity)
+            out, lse = _decode(self.faults, q, k, v, seqused_k, leftpad_k, page_table, softmax_scale, cap, window)
+            return out, lse, None, None
         if cu_seqlens_q is None:
             window = _fa3_window(is_causal, window_size_left, window_size_right, q.shape[1], k.shape[1])
             results = [_forward(*x, softmax_scale, cap, window) for x in zip(q, k, v, strict=True)]
@@ -362,8 +415,9 @@ def clear_caches() -> None:
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is installed and nothing has been tried yet; call `clear_caches` once that is undone."""
     clear_caches()
-    monkeypatch.setattr(fa2, "_prober", _flash.Prober(fa2._launch, fa2._launch_backward))
-    monkeypatch.setattr(fa3, "_prober", _flash.Prober(fa3._launch, fa3._launch_backward))
+    for module in (fa2, fa3):
+        prober = _flash.Prober(module._launch, module._launch_backward, module._launch_decode)
+        monkeypatch.setattr(module, "_prober", prober)
     monkeypatch.setattr(_flash, "_device", lambda probe: torch.device("cpu"))
     monkeypatch.setattr(_flash, "_capturing", lambda probe: False)
     for name in ("flash_attn", "flash_attn.flash_attn_interface", *fa3._BUILDS, *fa3._BUILDS.values()):

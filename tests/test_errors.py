@@ -18,7 +18,13 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import softcap_ops
-from softcap_ops import _nested, _validation, softcap_attention, softcap_attention_varlen
+from softcap_ops import (
+    _nested,
+    _validation,
+    softcap_attention,
+    softcap_attention_decode,
+    softcap_attention_varlen,
+)
 from softcap_ops.backends import cpu
 
 NAN, INF = float("nan"), float("inf")
@@ -67,9 +73,27 @@ PACKED_BWD: dict[str, Any] = {
     "lse": rand(4, 9),
 }
 
+DECODE: dict[str, Any] = {
+    "q": rand(2, 1, 4, 8),
+    "k_cache": rand(2, 6, 2, 8),
+    "v_cache": rand(2, 6, 2, 8),
+    "cache_seqlens": ints(6, 3),
+    "cache_leftpad": ints(1, 0),
+    "block_table": None,
+    "softcap": 5.0,
+}
+PAGED: dict[str, Any] = {
+    **DECODE,
+    "k_cache": rand(5, 4, 2, 8),
+    "v_cache": rand(5, 4, 2, 8),
+    "block_table": ints(4, 1, 0, 99).view(2, 2),
+}
+
 
 def public(base: dict[str, Any], changes: dict[str, Any]) -> Any:
     call = {**base, **changes}
+    if "k_cache" in call:
+        return softcap_attention_decode(**call)
     qkv = [call.pop(name) for name in "qkv"]
     return (softcap_attention_varlen if "max_seqlen_q" in call else softcap_attention)(*qkv, **call)
 
@@ -78,7 +102,8 @@ def bare_op(base: dict[str, Any], changes: dict[str, Any]) -> Any:
     call = {**base, **changes}
     if "window" in call:
         call["window_left"], call["window_right"] = call.pop("window")
-    name = ("varlen_" if "max_seqlen_q" in call else "") + ("attention_bwd" if "dout" in call else "attention_fwd")
+    kind = "varlen_" if "max_seqlen_q" in call else "decode_" if "k_cache" in call else ""
+    name = kind + ("attention_bwd" if "dout" in call else "attention_fwd")
     return getattr(torch.ops.softcap_ops, name)(**call)
 
 
@@ -274,6 +299,67 @@ def mistakes() -> list[Mistake]:
         row(f"{kind}, window of bools", base, {"window": (False, 0)}, TypeError, "window[0] must be an int, got bool",
             PUBLIC)
 
+    # Caches.
+    cached, in_blocks = "(batch, cache_len, heads, head_dim)", "(blocks, block_size, heads, head_dim)"
+    row("decode, q of rank 3", DECODE, {"q": rand(2, 4, 8)}, ValueError,
+        f"q must have shape {dense}, got (2, 4, 8)")
+    for base, layout in ((DECODE, cached), (PAGED, in_blocks)):
+        kind = "blocks" if base is PAGED else "decode"
+        for name in ("k_cache", "v_cache"):
+            shape = tuple(base[name].shape)
+            row(f"{kind}, {name} of rank 3", base, {name: rand(6, 2, 8)}, ValueError,
+                f"{name} must have shape {layout}, got (6, 2, 8)")
+            row(f"{kind}, {name} of another dtype", base, {name: rand(*shape, dtype=torch.bfloat16)}, TypeError,
+                f"{name} must have the dtype of q, torch.float32, got torch.bfloat16")
+            row(f"{kind}, {name} on another device", base, {name: rand(*shape, device="meta")}, ValueError,
+                f"{name} must be on the device of q, cpu, got meta")
+            row(f"{kind}, {name} None", base, {name: None}, TypeError, f"{name} must be a Tensor, got NoneType", PUBLIC)
+        row(f"{kind}, v_cache of another shape", base, {"v_cache": rand(*shape[:3], 4)}, ValueError,
+            f"v_cache must have the shape of k_cache, {shape}, got {(*shape[:3], 4)}")
+        row(f"{kind}, another head_dim", base, {n: rand(*shape[:3], 4) for n in ("k_cache", "v_cache")}, ValueError,
+            f"k_cache must have the head_dim of q, 8 (at least 1), got shape {(*shape[:3], 4)}")
+        row(f"{kind}, heads not a multiple", base, {n: rand(*shape[:2], 3, 8) for n in ("k_cache", "v_cache")},
+            ValueError, "the heads of q must be a positive multiple of those of k_cache, got 4 and 3 from q "
+            f"(2, 1, 4, 8), k_cache {(*shape[:2], 3, 8)}: the layout is {layout}")
+        row(f"{kind}, softcap", base, {"softcap": -50.0}, ValueError,
+            "softcap must be finite and positive, or 0.0 or None for off, got -50.0")
+    row("decode, another batch", DECODE, {"k_cache": rand(3, 6, 2, 8), "v_cache": rand(3, 6, 2, 8)}, ValueError,
+        "k_cache must have the batch of q, 2, got shape (3, 6, 2, 8)")
+    for name in ("cache_seqlens", "cache_leftpad"):
+        row(f"{name} int64", DECODE, {name: ints(1, 1, dtype=torch.int64)}, TypeError,
+            f"{name} must be int32, got torch.int64")
+        for wrong in (ints(1, 1, 1), ints(1, 1)[None]):
+            row(f"{name} of shape {tuple(wrong.shape)}", DECODE, {name: wrong}, ValueError,
+                f"{name} must have shape (batch,) with the batch of q, 2, got {tuple(wrong.shape)}")
+        row(f"{name} on another device", DECODE, {name: ints(1, 1, device="meta")}, ValueError,
+            f"{name} must be on the device of q, cpu, got meta")
+        row(f"{name} strided", DECODE, {name: ints(1, 1, 1, 1)[::2]}, ValueError,
+            f"{name} must be contiguous, got stride (2,)")
+        for base, capacity in ((DECODE, 6), (PAGED, 8)):
+            for value in (-1, capacity + 1):
+                row(f"{name} {value} of {capacity}", base, {name: ints(2, value)}, ValueError,
+                    f"{name} must lie between 0 and the {capacity} keys that the cache holds of a sequence, "
+                    f"got {value} for sequence 1", BOTH, True)
+    row("cache_seqlens an int", DECODE, {"cache_seqlens": 6}, TypeError,
+        "cache_seqlens must be an int32 Tensor of shape (batch,), got the int 6: "
+        "torch.full((batch,), n, dtype=torch.int32, device=q.device)", PUBLIC)
+    for name in ("cache_seqlens", "cache_leftpad", "block_table"):
+        row(f"{name} a list", DECODE, {name: [6, 3]}, TypeError, f"{name} must be a Tensor, got list", PUBLIC)
+    row("block_table int64", PAGED, {"block_table": torch.zeros(2, 2, dtype=torch.int64)}, TypeError,
+        "block_table must be int32, got torch.int64")
+    for wrong in (ints(1, 1), ints(1, 2, 3).view(3, 1)):
+        row(f"block_table of shape {tuple(wrong.shape)}", PAGED, {"block_table": wrong}, ValueError,
+            f"block_table must have shape (batch, blocks) with the batch of q, 2, got {tuple(wrong.shape)}")
+    row("block_table on another device", PAGED, {"block_table": ints(1, 1, 1, 1, device="meta").view(2, 2)},
+        ValueError, "block_table must be on the device of q, cpu, got meta")
+    for value in (-1, 5):
+        row(f"block {value}", PAGED, {"block_table": ints(4, value, 0, 99).view(2, 2)}, ValueError,
+            "block_table must name blocks 0 to 4 of the cache wherever a sequence has keys, "
+            f"got {value} for sequence 0", BOTH, True)
+    row("decode, causal None", DECODE, {"causal": None}, TypeError, "causal must be a bool, got NoneType", PUBLIC)
+    row("decode, unknown backend", DECODE, {"backend": "fa4"}, ValueError,
+        f"backend must be None or one of {list(softcap_ops.available_backends())}, got 'fa4'", BOTH, True)
+
     # Jagged tensors.
     nested: dict[str, Any] = {n: jagged(3, 5) for n in "qkv"} | {"softcap": 5.0}
     row("jagged q, plain k", nested, {"k": rand(2, 6, 2, 8)}, TypeError,
@@ -305,6 +391,7 @@ def _no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cpu, "forward", fail)
     monkeypatch.setattr(cpu, "backward", fail)
+    monkeypatch.setattr(cpu, "decode", fail)
 
 
 def each_mistake(rows: list[Mistake]) -> pytest.MarkDecorator:
@@ -331,7 +418,7 @@ def test_message_without_grad(mistake: Mistake, route: Callable[..., Any], mode:
         check(mistake, route, mistake.base, mistake.changes)
 
 
-@each_mistake([m for m in MISTAKES if "dout" not in m.base and not m.base["q"].is_nested])
+@each_mistake([m for m in MISTAKES if "dout" not in m.base and "k_cache" not in m.base and not m.base["q"].is_nested])
 def test_message_with_grad(mistake: Mistake, route: Callable[..., Any]) -> None:
     """The Autograd kernel passes the mistake on as it is."""
 
@@ -377,7 +464,7 @@ def test_softcap_is_required(function: Callable[..., Any]) -> None:
 
 def test_right_calls_reach_the_kernel() -> None:
     """The calls that the mistakes start from have no mistake of their own."""
-    for base in (DENSE, PACKED, DENSE_BWD, PACKED_BWD):
+    for base in (DENSE, PACKED, DENSE_BWD, PACKED_BWD, DECODE, PAGED):
         with pytest.raises(AssertionError, match="a kernel ran"):
             bare_op(base, {})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from softcap_ops import UnsupportedError, available_backends, backends
 from softcap_ops._arguments import Options, Packing, resolve
-from softcap_ops.backends import Problem, _flash, fa3, select
+from softcap_ops.backends import Problem, _flash, fa2, fa3, select
 
 HOPPER = Problem(
     device_type="cuda",
@@ -340,3 +341,84 @@ def test_explain_names_each_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.splitlines()[0] == "would run on: fa2"
     assert "opt-in: set SOFTCAP_OPS_FA3=1" in text
     assert "would run on: fa3" not in backends.explain(HOPPER, "fa3")
+
+
+# ---- decoding --------------------------------------------------------------------------------------------------
+
+
+DECODE = dataclasses.replace(HOPPER, cached=True, needs_backward=False)
+
+
+def but_decode(**changes: Any) -> Problem:
+    return dataclasses.replace(DECODE, **changes)
+
+
+@pytest.mark.parametrize("changes", [{}, {"block_size": 256}, {"leftpad": True}, {"window": (9, -1)}], ids=str)
+def test_decode_is_tried_once_a_kind(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    calls = fake_flash.install_fa2(monkeypatch).calls
+    for _ in range(2):
+        assert selected(but_decode(**changes)) == "fa2"
+        backends.select.cache_clear()
+    assert calls == ["decode"] * 2, "one query, and several"
+
+
+@pytest.mark.parametrize("name", ["fa2", "fa3"])
+@pytest.mark.parametrize(
+    ("faults", "reason"),
+    [
+        ({"softcap": "ignored"}, "drops softcap"),
+        ({"softcap": "raises"}, "does not support tanh softcapping"),
+        ({"decode": "first sequence"}, "a trial call at 1 queries on a cache returned a wrong result"),
+        ({"decode": "absent"}, "has no flash_attn_with_kvcache with softcap|lacks the arguments of a cache"),
+    ],
+    ids=["ignored", "raises", "first_sequence", "absent"],
+)
+def test_decode_builds_that_fail(
+    monkeypatch: pytest.MonkeyPatch, faults: dict[str, Any], reason: str, name: str
+) -> None:
+    """cases 79, 80, 86: a build that drops the cap, or folds all sequences onto the first, is found out."""
+    (fake_flash.install_fa2 if name == "fa2" else fake_flash.install_fa3)(monkeypatch, **faults)
+    assert re.search(reason, refusal(DECODE, name))
+    if "decode" in faults:
+        assert selected(but(needs_backward=False), name) == name, "the other calls are not touched"
+
+
+def test_decode_without_softcap_in_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_flash.install_fa2(monkeypatch, decode="no softcap").calls
+    assert "has no flash_attn_with_kvcache with softcap" in refusal(DECODE, "fa2")
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"block_size": 16}, "blocks of a multiple of 256 keys, got 16"),
+        ({"block_size": 256, "leftpad": True}, "no cache_leftpad in a cache in blocks"),
+        ({"more_queries": True, "window": (3, -1), "causal": False}, "more queries than the cache has keys"),
+        ({"dtype": torch.float32}, "bfloat16 and float16 only"),
+    ],
+)
+def test_decode_limits_of_fa2(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reason: str) -> None:
+    calls = fake_flash.install_fa2(monkeypatch).calls
+    assert reason in refusal(but_decode(**changes), "fa2")
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    ("flag", "changes"),
+    [("SPLIT", {}), ("VARLEN", {}), ("PAGEDKV", {"block_size": 64}), ("LOCAL", {"window": (9, -1)})],
+)
+def test_decode_flags_of_fa3(monkeypatch: pytest.MonkeyPatch, flag: str, changes: dict[str, Any]) -> None:
+    """A build that lacks a feature is refused by its flag, before any call, where the feature is needed."""
+    calls = fake_flash.install_fa3(monkeypatch, flags={flag: True}).calls
+    assert f"FLASHATTENTION_DISABLE_{flag}" in refusal(but_decode(**changes), "fa3")
+    assert not calls
+    if changes:
+        assert selected(DECODE, "fa3") == "fa3"
+
+
+def test_a_backend_without_a_decode_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_flash.install_fa2(monkeypatch)
+    monkeypatch.delattr(fa2, "decode")
+    assert "has no kernel that reads a KV cache" in refusal(DECODE, "fa2")
+    assert selected(but()) == "fa2"

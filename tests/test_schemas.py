@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 
 import softcap_ops
 
-OPS = ("attention_fwd", "attention_bwd", "varlen_attention_fwd", "varlen_attention_bwd")
+OPS = ("attention_fwd", "attention_bwd", "varlen_attention_fwd", "varlen_attention_bwd", "decode_attention_fwd")
 
 
 def op(name: str) -> torch._ops.OpOverload:
@@ -132,6 +132,30 @@ softcap_ops::varlen_attention_bwd(
     )
 
 
+def test_decode_attention_fwd() -> None:
+    assert_expected_inline(
+        wrapped(op("decode_attention_fwd")._schema),
+        """\
+softcap_ops::decode_attention_fwd(
+  Tensor q,
+  Tensor k_cache,
+  Tensor v_cache,
+  Tensor cache_seqlens,
+  Tensor? cache_leftpad,
+  Tensor? block_table,
+  Scalar? softcap,
+  Scalar? scale=None,
+  bool causal=True,
+  SymInt window_left=-1,
+  SymInt window_right=-1,
+  str? backend=None,
+  Tensor? softcap_tensor=None,
+  Tensor? scale_tensor=None,
+  bool return_lse=True
+) -> (Tensor out, Tensor lse)""",
+    )
+
+
 def test_tags() -> None:
     tags = {name: sorted(t.name for t in op(name).tags) for name in OPS}
     assert_expected_inline(
@@ -140,7 +164,8 @@ def test_tags() -> None:
 attention_fwd: flexible_layout, pt2_compliant_tag
 attention_bwd: flexible_layout, pt2_compliant_tag
 varlen_attention_fwd: flexible_layout, pt2_compliant_tag
-varlen_attention_bwd: flexible_layout, pt2_compliant_tag""",
+varlen_attention_bwd: flexible_layout, pt2_compliant_tag
+decode_attention_fwd: flexible_layout, pt2_compliant_tag""",
     )
 
 
@@ -184,6 +209,28 @@ return_lse: bool = False
 deterministic: bool | None = None
 backend: str | None = None""",
     )
+
+
+def test_softcap_attention_decode() -> None:
+    assert_expected_inline(
+        signature(softcap_ops.softcap_attention_decode),
+        """\
+q: Tensor
+k_cache: Tensor
+v_cache: Tensor
+cache_seqlens: Tensor
+cache_leftpad: Tensor | None = None
+block_table: Tensor | None = None
+softcap: float | None
+scale: float | None = None
+causal: bool = True
+window: tuple[int, int] = (-1, -1)
+return_lse: bool = False
+backend: str | None = None""",
+    )
+    parameters = inspect.signature(softcap_ops.softcap_attention_decode).parameters.values()
+    positional = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    assert positional == ["q", "k_cache", "v_cache", "cache_seqlens"]
 
 
 @pytest.mark.parametrize("function", [softcap_ops.softcap_attention, softcap_ops.softcap_attention_varlen])

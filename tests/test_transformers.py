@@ -11,7 +11,18 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    CompileConfig,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask
 
 import softcap_ops
@@ -144,24 +155,125 @@ def test_a_row_of_nothing_but_padding(ids):
     assert ours.logits.isfinite().all()
 
 
+def prompt_of(ids, padding):
+    """12 tokens: longer than the window, so that sliding layers drop keys from their caches."""
+    prompt = ids[:, :12]
+    mask = torch.ones_like(prompt)
+    if padding == "left":
+        mask[1, :5] = 0
+    elif padding == "right":
+        mask[1, -5:] = 0
+    elif padding == "long":  # beyond the window: sliding layers see no padding after the first steps
+        mask[1, :10] = 0
+    return prompt, mask
+
+
+def generate(model, implementation, prompt, mask, **options):
+    model.set_attn_implementation(implementation)
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "disable_compile": True, **options}
+    return model.generate(prompt, attention_mask=mask, output_logits=True, return_dict_in_generate=True, **options)
+
+
+def assert_same_text(a, b):
+    assert torch.equal(a.sequences, b.sequences)
+    for x, y in zip(a.logits, b.logits, strict=True):
+        torch.testing.assert_close(y, x, atol=1e-4, rtol=1e-4)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-def test_generation_equals_eager(ids, padded, cache):
-    """Past the window, so that sliding layers drop keys from their caches."""
-    model, prompt = make_model(), ids[:, :12]
-    mask = torch.ones_like(prompt)
-    if padded:
-        mask[1, :5] = 0
-    options = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
-    options |= {"output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
-    texts = []
-    for implementation in ("eager", NAME):
-        model.set_attn_implementation(implementation)
-        texts.append(model.generate(prompt, attention_mask=mask, **options))
+@pytest.mark.parametrize("padding", [None, "left", "right", "long"])
+def test_generation_equals_eager(ids, padding, cache):
+    model = make_model()
+    texts = [generate(model, name, *prompt_of(ids, padding), cache_implementation=cache) for name in ("eager", NAME)]
+    assert_same_text(*texts)
+
+
+@pytest.fixture
+def op_calls():
+    """Name, rows of q and length of k of every call of an op, in order."""
+    calls = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func.name() if isinstance(func, torch._ops.OpOverload) else ""
+            if name.startswith("softcap_ops::") and "_cpu" not in name:
+                calls.append((name.removeprefix("softcap_ops::"), args[0].shape[1], args[1].shape[1]))
+            return func(*args, **(kwargs or {}))
+
+    with Spy():
+        yield calls
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
+@pytest.mark.parametrize("padding", [None, "left"])
+def test_generation_decodes_on_the_cache(ids, padding, cache, op_calls):
+    """Every step reads the cache in place; a static one is handed over whole."""
+    generate(make_model(), NAME, *prompt_of(ids, padding), cache_implementation=cache)
+    steps = op_calls[4:]
+    assert len(steps) == 4 * 7
+    assert {(name, rows) for name, rows, _ in steps} == {("decode_attention_fwd", 1)}
+    capacity = 12 + 8
+    for i in range(7):
+        sliding, full = (steps[4 * i + layer][2] for layer in (0, 1))
+        assert (sliding, full) == (WINDOW, 13 + i if cache is None else capacity - 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padding", [None, "left", "long"])
+def test_compiled_generation_equals_eager(ids, padding):
+    """generate() compiles its steps with a static cache. In one graph, and a few of them for all steps: the sliding
+    caches fill up on the way."""
+    model, (prompt, mask) = make_model(), prompt_of(ids, padding)
+    prompt, mask = prompt[:, 6:], mask[:, 6:]
+    expected = generate(model, "eager", prompt, mask, max_new_tokens=16)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def backend(*args):  # generate() copies its options: a function is still the same one then
+        return counter(*args)
+
+    config = CompileConfig(fullgraph=True, backend=backend, mode=None)
+    config._compile_all_devices = True
+    options = {"cache_implementation": "static", "compile_config": config, "disable_compile": False}
+    assert_same_text(expected, generate(model, NAME, prompt, mask, max_new_tokens=16, **options))
+    assert 1 <= counter.frame_count <= 4
+
+
+@torch.no_grad()
+def test_speculative_generation_equals_eager(ids):
+    """Several queries a step, and caches that are cut back."""
+    model, prompt = make_model(), ids[:1, :6].repeat(1, 2)
+    options = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 12}
+    texts = [generate(model, name, prompt, torch.ones_like(prompt), **options) for name in ("eager", NAME)]
     assert torch.equal(texts[0].sequences, texts[1].sequences)
-    for a, b in zip(texts[0].logits, texts[1].logits, strict=True):
-        torch.testing.assert_close(b, a, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_masks_in_a_compiled_model(ids):
+    """Left padding needs no look at the data; other padding stops the graph."""
+    model, mask = make_model(num_hidden_layers=2), mask_of("left")
+    expected = run(model, "eager", ids, attention_mask=mask).logits
+    model.set_attn_implementation(NAME)
+    f = torch.compile(lambda m: model(input_ids=ids, attention_mask=m, use_cache=False).logits, fullgraph=True,
+                      backend="aot_eager")  # fmt: skip
+    real = mask.bool()
+    torch.testing.assert_close(f(mask)[real], expected[real], atol=1e-4, rtol=1e-4)
+    with pytest.raises(RuntimeError, match="padding elsewhere than on the left"):
+        f(mask_of("right"))
+
+
+@torch.no_grad()
+def test_without_a_decode_kernel(ids, monkeypatch):
+    """Where no backend reads caches, the packed op serves, on the keys gathered."""
+
+    def refuse(*args, **kwargs):
+        raise softcap_ops.UnsupportedError("no backend")
+
+    model = make_model()
+    expected = generate(model, "eager", *prompt_of(ids, "left"), cache_implementation="static")
+    monkeypatch.setattr(integration, "softcap_attention_decode", refuse)
+    assert_same_text(expected, generate(model, NAME, *prompt_of(ids, "left"), cache_implementation="static"))
 
 
 @torch.no_grad()
@@ -315,12 +427,33 @@ def test_every_way_to_choose_an_implementation(ids, tmp_path):
     expected = run(model, NAME, ids).logits
     model.save_pretrained(tmp_path)
     for name in (NAME, "my_attention"):
-        loaded = Gemma2ForCausalLM.from_pretrained(tmp_path, attn_implementation=name).eval()
-        assert loaded.config._attn_implementation == name
-        assert torch.equal(loaded(input_ids=ids).logits, expected)
-        assert (
-            Gemma2ForCausalLM._from_config(model.config, attn_implementation=name).config._attn_implementation == name
-        )
+        for load in (
+            lambda: Gemma2ForCausalLM.from_pretrained(tmp_path, attn_implementation=name),  # noqa: B023
+            lambda: AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name),  # noqa: B023
+            lambda: AutoModelForCausalLM.from_pretrained(
+                tmp_path,
+                config=AutoConfig.from_pretrained(tmp_path, attn_implementation=name),  # noqa: B023
+            ),
+        ):
+            loaded = load().eval()
+            assert loaded.config._attn_implementation == name
+            assert torch.equal(loaded(input_ids=ids).logits, expected)
+        weights = model.state_dict()
+        config = AutoConfig.from_pretrained(tmp_path)
+        for make in (
+            lambda: Gemma2ForCausalLM._from_config(config, attn_implementation=name),  # noqa: B023
+            lambda: AutoModelForCausalLM.from_config(config, attn_implementation=name),  # noqa: B023
+            lambda: Gemma2ForCausalLM(Gemma2Config.from_pretrained(tmp_path, attn_implementation=name)),  # noqa: B023
+        ):
+            made = make().eval()
+            made.load_state_dict(weights)
+            assert made.config._attn_implementation == name
+            assert torch.equal(made(input_ids=ids).logits, expected)
+        for change in (name, {"": name}):
+            model.set_attn_implementation("eager")
+            model.set_attn_implementation(change)
+            assert model.config._attn_implementation == name
+            assert torch.equal(model(input_ids=ids).logits, expected)
 
 
 def test_compiled_in_one_graph(ids):
@@ -341,3 +474,52 @@ def test_compiled_in_one_graph(ids):
         assert error(compiled[name], p.grad.double()) < 2e-4, name
     with pytest.raises(RuntimeError, match="position_ids of packed sequences in a compiled model"):
         step(ids, positions % 10)
+
+
+def test_a_model_that_does_not_pass_its_cap_is_named(ids):
+    """Gemma-3 keeps the cap in its config and forgets it: it runs uncapped elsewhere, and is refused here."""
+    options = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+    options |= {"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0, "sliding_window": WINDOW}
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**options, attn_logit_softcapping=CAP)).eval()
+    model.set_attn_implementation(NAME)
+    with pytest.raises(
+        softcap_ops.UnsupportedError,
+        match=r"Gemma3Attention with config\.attn_logit_softcapping=50\.0: it does not pass its cap",
+    ):
+        model(input_ids=ids)
+    model.config.attn_logit_softcapping = None
+    with torch.no_grad():
+        eager, ours = both(model, ids)
+    torch.testing.assert_close(ours.logits, eager.logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non_reentrant", "reentrant"])
+def test_trainer_with_gradient_checkpointing(use_reentrant, tmp_path):
+    """The losses of a few steps on batches that are padded on the right are those of eager attention; and with a
+    cap of twice the size they are not."""
+    pytest.importorskip("accelerate")
+    texts = [torch.randint(1, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(12, 24)]
+    data = [{"input_ids": text, "labels": text} for text in texts]
+
+    def collate(rows):
+        longest = max(len(row["input_ids"]) for row in rows)
+        ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
+        return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+
+    def losses(implementation, **config):
+        model = make_model(num_hidden_layers=2, **config)
+        model.set_attn_implementation(implementation)
+        arguments = TrainingArguments(
+            tmp_path, max_steps=3, per_device_train_batch_size=4, learning_rate=1e-3, logging_steps=1, seed=0,
+            gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": use_reentrant},
+            report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = Trainer(model, arguments, train_dataset=data, data_collator=collate)
+        trainer.train()
+        return torch.tensor([row["loss"] for row in trainer.state.log_history if "loss" in row])
+
+    eager, ours = losses("eager"), losses(NAME)
+    assert len(ours) == 3
+    difference = (losses(NAME, attn_logit_softcapping=2 * CAP) - eager).abs().max()
+    assert (ours - eager).abs().max() < 0.1 * difference

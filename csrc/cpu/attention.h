@@ -26,6 +26,17 @@ struct Output {
   Strides strides;
 };
 
+// Where the keys of a batch lie in a cache: those of sequence b are rows [leftpad[b], seqlens[b]) of its
+// batch entry, or of the blocks that its row of block_table lists, read as if they lay end to end.
+struct Cache {
+  const int32_t* seqlens = nullptr;  // null: no cache
+  const int32_t* leftpad = nullptr;  // null: zeros
+  const int32_t* block_table = nullptr;
+  int64_t table_batch = 0;  // strides of block_table
+  int64_t table_block = 0;
+  int64_t block_size = 0;  // 0: not in blocks
+};
+
 struct Problem {
   DType dtype;
   int64_t batch;
@@ -37,6 +48,7 @@ struct Problem {
   int64_t rows_kv;
   const int32_t* cu_seqlens_q;  // null when dense
   const int32_t* cu_seqlens_kv;
+  Cache cache;
   double softcap;  // 0: off
   double scale;
   bool causal;
@@ -44,7 +56,8 @@ struct Problem {
   int64_t window_right;
 };
 
-// lse (and dlse) hold float32, or float64 when dtype is float64; their `dim` stride is unused.
+// lse (and dlse) hold float32, or float64 when dtype is float64; their `dim` stride is unused. A null lse is
+// not wanted, when decoding.
 struct ForwardArgs {
   Problem problem;
   Input q, k, v;
@@ -69,6 +82,8 @@ struct Threads {
 
 void attention_forward(const ForwardArgs& args, const Threads& threads);
 void attention_backward(const BackwardArgs& args, const Threads& threads);
+// The forward on a problem with a cache.
+void attention_decode(const ForwardArgs& args, const Threads& threads);
 
 // The instruction set in use: "baseline", "avx2", "avx512" or "avx512bf16".
 const char* isa_name();

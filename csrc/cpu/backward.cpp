@@ -264,7 +264,7 @@ class Backward {
   void block(const Run& run, const Group& group, const Sequence& s, int64_t first, int64_t last,
              const Sums<T>& sums, const Workspace<T>& w) const {
     const int64_t d = p_.head_dim, unit = padded<T>(1);
-    const Lanes lanes = make_lanes(p_, s, group.head_kv, first, last, unit);
+    const Lanes lanes = make_lanes(p_, s, group.head_kv, first, last, unit, {0, s.len_kv});
     const int64_t width = lanes.width;
     for (auto* matrix : {&w.q, &w.dout}) clear_spare_lanes(lanes, d, matrix->data);
     for (int64_t lane = 0; lane < width; ++lane) load_lane(s, lanes, lane, w);
@@ -276,7 +276,7 @@ class Backward {
     const bool need_ds = need_dq || sums.dk != nullptr;
     if (need_dq) std::fill_n(w.dq, d * width, T(0));
 
-    for_steps(lanes, unit, [&](const Step& step) {
+    for_steps(s, lanes, unit, [&](const Step& step) {
       const Visible<T> visible = step_mask<T>(lanes, step, w.first, w.last);
       const KeyBlock<T> k = products_.load_keys(args_.k, s, group.head_kv, step, w.k);
       products_.over_dims(k, w.q, width, step, w.tile);

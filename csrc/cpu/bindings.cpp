@@ -9,6 +9,7 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "attention.h"
 
@@ -211,6 +212,76 @@ void attention_bwd(const Tensor& dout, const std::optional<Tensor>& dlse, const 
   if (call.has_heads()) softcap_cpu::attention_backward(args, threads());
 }
 
+const int32_t* check_lengths(const char* name, const Tensor& x, int64_t batch, int64_t longest) {
+  check_kind(name, x, ScalarType::Int);
+  check_shape(name, x, {batch});
+  STD_TORCH_CHECK(x.is_contiguous(), name, " must be contiguous");
+  const auto* lengths = static_cast<const int32_t*>(x.const_data_ptr());
+  for (int64_t b = 0; b < batch; ++b) {
+    STD_TORCH_CHECK(lengths[b] >= 0 && lengths[b] <= longest, name, " must lie in 0 ... ", longest,
+                    ", what the cache holds, got ", lengths[b]);
+  }
+  return lengths;
+}
+
+softcap_cpu::Cache check_cache(const Tensor& k, const Tensor& cache_seqlens,
+                               const std::optional<Tensor>& cache_leftpad,
+                               const std::optional<Tensor>& block_table, int64_t batch) {
+  softcap_cpu::Cache cache{};
+  const int64_t block_size = k.size(1);
+  int64_t longest = block_size;
+  if (block_table.has_value()) {
+    check_kind("block_table", *block_table, ScalarType::Int);
+    STD_TORCH_CHECK(block_table->dim() == 2 && block_table->size(0) == batch,
+                    "block_table must have shape (batch, blocks)");
+    longest = block_size * block_table->size(1);
+    cache.block_table = static_cast<const int32_t*>(block_table->const_data_ptr());
+    cache.table_batch = block_table->stride(0);
+    cache.table_block = block_table->stride(1);
+    cache.block_size = block_size;
+  }
+  cache.seqlens = check_lengths("cache_seqlens", cache_seqlens, batch, longest);
+  if (cache_leftpad.has_value())
+    cache.leftpad = check_lengths("cache_leftpad", *cache_leftpad, batch, longest);
+  for (int64_t b = 0; cache.block_table != nullptr && b < batch; ++b) {
+    const int64_t first = cache.leftpad == nullptr ? 0 : cache.leftpad[b];
+    if (first >= cache.seqlens[b]) continue;
+    for (int64_t i = first / block_size; i <= (cache.seqlens[b] - 1) / block_size; ++i) {
+      const int32_t block = cache.block_table[b * cache.table_batch + i * cache.table_block];
+      STD_TORCH_CHECK(block >= 0 && block < k.size(0), "block_table must name one of the ", k.size(0),
+                      " blocks, got ", block, " at entry ", i, " of sequence ", b);
+    }
+  }
+  return cache;
+}
+
+void decode_attention_fwd(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cache_seqlens,
+                          const std::optional<Tensor>& cache_leftpad,
+                          const std::optional<Tensor>& block_table, double softcap, double scale, bool causal,
+                          int64_t window_left, int64_t window_right, const Tensor& out,
+                          const std::optional<Tensor>& lse) {
+  const Call call(q, k, {}, {}, softcap, scale, causal, window_left, window_right);
+  const Problem& p = call.problem;
+  if (!block_table.has_value()) check_shape("k", k, {p.batch, p.rows_kv, p.heads_kv, p.head_dim});
+  for (const auto& [name, x] : {std::pair<const char*, const Tensor&>{"k", k}, {"v", v}}) {
+    check_kind(name, x, call.dtype);
+    check_shape(name, x, {k.size(0), p.rows_kv, p.heads_kv, p.head_dim});
+  }
+  softcap_cpu::ForwardArgs args{};
+  args.problem = p;
+  args.problem.cache = check_cache(k, cache_seqlens, cache_leftpad, block_table, p.batch);
+  args.q = call.query("q", q);
+  args.k = {k.const_data_ptr(), call.row_strides(k)};
+  args.v = {v.const_data_ptr(), call.row_strides(v)};
+  args.out = call.result("out", out, p.rows_q, p.heads_q);
+  if (lse.has_value()) {
+    call.check_lse("lse", *lse);
+    STD_TORCH_CHECK(lse->is_contiguous(), "lse must be contiguous");
+    args.lse = {lse->mutable_data_ptr(), call.lse_strides(*lse)};
+  }
+  if (call.has_heads()) softcap_cpu::attention_decode(args, threads());
+}
+
 std::string cpu_isa() { return softcap_cpu::isa_name(); }
 
 }  // namespace
@@ -224,12 +295,17 @@ STABLE_TORCH_LIBRARY_FRAGMENT(softcap_ops, m) {
       "_cpu_attention_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
       "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, float softcap, float scale, bool causal, int window_left, "
       "int window_right, Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv) -> ()");
+  m.def(
+      "_cpu_decode_attention_fwd(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? "
+      "cache_leftpad, Tensor? block_table, float softcap, float scale, bool causal, int window_left, "
+      "int window_right, Tensor(a!) out, Tensor(b!)? lse) -> ()");
   m.def("_cpu_isa() -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(softcap_ops, CPU, m) {
   m.impl("_cpu_attention_fwd", TORCH_BOX(&attention_fwd));
   m.impl("_cpu_attention_bwd", TORCH_BOX(&attention_bwd));
+  m.impl("_cpu_decode_attention_fwd", TORCH_BOX(&decode_attention_fwd));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(softcap_ops, CompositeExplicitAutograd, m) {

@@ -87,10 +87,10 @@ class Products {
   KeyBlock<T> load_keys(const Input& x, const Sequence& s, int64_t head, const Step& step,
                         const ProductScratch<T>& scratch) const {
     const int64_t size = element_size(p_.dtype), d = p_.head_dim;
-    const char* const src = address(x, size, s.batch, s.first_kv + step.begin, head);
+    const char* const src = key_address(p_, x, s, step.begin, head);
     KeyBlock<T> block{step.keys(), nullptr, 0, 0, nullptr, 0};
     // The next block is on its way while this one is multiplied.
-    const int64_t next = step.end + kBlockKeys < s.len_kv ? kBlockKeys : s.len_kv - step.end;
+    const int64_t left = s.piece_end(step.begin) - step.end, next = left < kBlockKeys ? left : kBlockKeys;
     if (x.strides.dim == 1)
       prefetch(src + step.keys() * x.strides.seq * size, x.strides.seq * size, next, d * size);
     if (in_pairs()) {

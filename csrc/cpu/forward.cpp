@@ -3,7 +3,7 @@
 #include <limits>
 #include <vector>
 
-#include "blocks.h"
+#include "attend.h"
 
 namespace softcap_cpu {
 namespace {
@@ -32,62 +32,13 @@ std::vector<Task> make_tasks(const Problem& p, int64_t block_lanes) {
 }
 
 template <typename T>
-struct Workspace {
-  using Int = typename LaneInt<T>::type;
-  QueryMatrix<T> q;  // (head_dim, lanes)
-  T* out;            // (head_dim, lanes)
-  T* tile;           // (keys, lanes)
-  T* row;            // one row
-  T* row_max;        // (lanes), as are the rest
-  T* row_sum;
-  T* rescale;
-  Int* first;
-  Int* last;
-  ProductScratch<T> products;
-
-  int64_t carve(const Products<T>& products_of, const Problem& p, char* base) {
-    const int64_t lanes = products_of.block_lanes();
-    Carver carver(base);
-    q = products_of.carve_matrix(p.head_dim, lanes, &carver);
-    out = carver.take<T>(p.head_dim * lanes);
-    tile = carver.take<T>(kBlockKeys * lanes);
-    row = carver.take<T>(p.head_dim);
-    for (T** vector : {&row_max, &row_sum, &rescale}) *vector = carver.take<T>(lanes);
-    for (Int** vector : {&first, &last}) *vector = carver.take<Int>(lanes);
-    products = products_of.carve(&carver);
-    return carver.used();
-  }
-};
-
-template <typename T>
 void run_task(const ForwardArgs& args, const Products<T>& products, const Task& task, const Workspace<T>& w) {
   const Problem& p = args.problem;
   const Kernels<T>& kernel = products.kernel;
   const Sequence s = sequence(p, task.batch);
-  const int64_t unit = padded<T>(1);
-  const Lanes lanes = make_lanes(p, s, task.head_kv, task.first, task.last, unit);
-  const Cap<T> cap = make_cap<T>(p);
+  const Lanes lanes = make_lanes(p, s, task.head_kv, task.first, task.last, padded<T>(1), {0, s.len_kv});
   const int64_t width = lanes.width;
-
-  clear_spare_lanes(lanes, p.head_dim, w.q.data);
-  for (int64_t lane = 0; lane < lanes.count; ++lane) {
-    load_query(kernel, p, args.q, s, lanes, lane, w.row);
-    set_lane(w.row, p.head_dim, width, lane, w.q.data);
-  }
-  products.make_pairs(w.q, p.head_dim, width);
-  std::fill_n(w.out, p.head_dim * width, T(0));
-  std::fill_n(w.row_max, width, -std::numeric_limits<T>::infinity());
-  std::fill_n(w.row_sum, width, T(0));
-
-  for_steps(lanes, unit, [&](const Step& step) {
-    const Visible<T> visible = step_mask<T>(lanes, step, w.first, w.last);
-    const KeyBlock<T> k = products.load_keys(args.k, s, task.head_kv, step, w.products);
-    products.over_dims(k, w.q, width, step, w.tile);
-    kernel.softmax_tile(w.tile, step.keys(), step.lanes(), cap, visible, w.row_max + step.first,
-                        w.row_sum + step.first, w.rescale);
-    const KeyBlock<T> v = products.load_keys(args.v, s, task.head_kv, step, w.products);
-    products.over_keys(v, w.tile, visible, w.rescale, width, step, w.out, w.products);
-  });
+  attend(args, products, s, task.head_kv, lanes, w);
 
   kernel.divide_lanes(w.out, p.head_dim, width, w.row_sum);
   const int64_t size = element_size(p.dtype);

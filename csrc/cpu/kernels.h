@@ -90,6 +90,15 @@ struct PairKernels {
   void (*pair_cols)(const float* src, int64_t ld, int64_t rows, int64_t cols, uint32_t* dst);
 };
 
+// Keys or values in place, in their own dtype, with unit stride along the head dimension.
+struct Rows {
+  DType dtype;
+  const void* data;
+  int64_t stride;  // in elements
+  int64_t count;
+  int64_t dims;
+};
+
 template <typename T>
 struct Kernels {
   void (*gemm)(const Gemm<T>&);
@@ -108,6 +117,19 @@ struct Kernels {
   // One tile of the gradient, in place: raw products and dP = dO V^T in, P and dS out. With dp null only P.
   void (*gradient_tile)(T* tile, T* dp, int64_t rows, int64_t lanes, const Cap<T>& cap,
                         const Visible<T>& visible, const T* lse, const T* delta);
+
+  // For few query rows, which then lie along the rows of their matrices, with the head dimension along the
+  // vectors. scores[query, key] = sum over the dimensions; queries are zero from keys.dims up to whole
+  // vectors.
+  void (*row_scores)(const Rows& keys, const T* queries, int64_t ld, int64_t n_queries, T* scores,
+                     int64_t ld_scores);
+  // One step of one query's online softmax, in place; up to whole vectors of scores are overwritten. Returns
+  // what its earlier sums must be multiplied by.
+  T (*row_softmax)(T* scores, int64_t n, const Cap<T>& cap, T* row_max, T* row_sum);
+  // sums[query, :] = sums[query, :] * beta[query] + sum over the values of weights[query, value] *
+  // values[value, :].
+  void (*row_sums)(const Rows& values, const T* weights, int64_t ld_weights, const T* beta, int64_t n_queries,
+                   T* sums, int64_t ld);
 
   // n elements of a dtype to and from T. The stride is in elements.
   void (*load)(DType dtype, const void* src, int64_t stride, int64_t n, T* dst);

@@ -5,6 +5,7 @@
 // GCC takes the unset inputs of its own intrinsics for uses of uninitialised variables.
 #if !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 #include <immintrin.h>
 

@@ -24,17 +24,20 @@ Range visible_keys(const Problem& p, const Sequence& s, int64_t i) {
 }
 
 Lanes make_lanes(const Problem& p, const Sequence& s, int64_t head_kv, int64_t first, int64_t last,
-                 int64_t unit) {
+                 int64_t unit, Range within) {
   Lanes lanes;
   lanes.count = last - first;
   lanes.width = (lanes.count + unit - 1) / unit * unit;
   lanes.some = {s.len_kv, 0};
-  lanes.all = {0, s.len_kv};
+  lanes.all = within;
   const int64_t group = p.heads_q / p.heads_kv;
   for (int64_t i = 0; i < lanes.count; ++i) {
     lanes.row[i] = (first + i) / group;
     lanes.head[i] = head_kv * group + (first + i) % group;
-    const Range r = visible_keys(p, s, lanes.row[i]);
+    const Range seen = visible_keys(p, s, lanes.row[i]);
+    Range r{seen.begin > within.begin ? seen.begin : within.begin,
+            seen.end < within.end ? seen.end : within.end};
+    if (r.empty()) r = {0, 0};
     lanes.keys[i] = r;
     if (r.begin > lanes.all.begin) lanes.all.begin = r.begin;
     if (r.end < lanes.all.end) lanes.all.end = r.end;

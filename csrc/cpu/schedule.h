@@ -32,9 +32,22 @@ struct Sequence {
   int64_t first_kv;
   int64_t len_q;
   int64_t len_kv;
+  int64_t block_size = 0;  // of a cache in blocks, else 0
+
+  // The end of the keys that lie in one piece with key j.
+  int64_t piece_end(int64_t j) const {
+    if (block_size == 0) return len_kv;
+    const int64_t end = ((first_kv + j) / block_size + 1) * block_size - first_kv;
+    return end < len_kv ? end : len_kv;
+  }
 };
 
 inline Sequence sequence(const Problem& p, int64_t b) {
+  if (p.cache.seqlens != nullptr) {
+    const int64_t first = p.cache.leftpad == nullptr ? 0 : p.cache.leftpad[b];
+    const int64_t len = p.cache.seqlens[b] - first;
+    return {b, 0, first, p.rows_q, len < 0 ? 0 : len, p.cache.block_size};
+  }
   if (p.cu_seqlens_q == nullptr) return {b, 0, 0, p.rows_q, p.rows_kv};
   const int64_t q = p.cu_seqlens_q[b], kv = p.cu_seqlens_kv[b];
   return {0, q, kv, p.cu_seqlens_q[b + 1] - q, p.cu_seqlens_kv[b + 1] - kv};
@@ -50,6 +63,16 @@ template <typename Tensor>
 char* address(const Tensor& x, int64_t element_size, int64_t batch, int64_t row, int64_t head) {
   const int64_t offset = batch * x.strides.batch + row * x.strides.seq + head * x.strides.head;
   return const_cast<char*>(static_cast<const char*>(x.data)) + offset * element_size;
+}
+
+// Address of key j of a sequence.
+inline const char* key_address(const Problem& p, const Input& x, const Sequence& s, int64_t j, int64_t head) {
+  int64_t batch = s.batch, row = s.first_kv + j;
+  if (s.block_size != 0) {
+    batch = p.cache.block_table[s.batch * p.cache.table_batch + row / s.block_size * p.cache.table_block];
+    row %= s.block_size;
+  }
+  return address(x, element_size(p.dtype), batch, row, head);
 }
 
 // Uninitialised memory aligned for any vector; freed with its owner.
@@ -115,8 +138,9 @@ struct Lanes {
   Range all;   // keys that every lane sees
 };
 
+// The rows [first, last) of a group, as far as they see keys in `within`.
 Lanes make_lanes(const Problem& p, const Sequence& s, int64_t head_kv, int64_t first, int64_t last,
-                 int64_t unit);
+                 int64_t unit, Range within);
 
 // Keys [begin, end) against lanes [first, last), whole vectors of them. The other lanes see none of these
 // keys. Unless `masked`, these lanes see all of them.
@@ -133,17 +157,19 @@ struct Step {
 // The lanes, in whole vectors of `unit`, of which any sees any of the keys.
 Range lanes_that_see(const Lanes& lanes, int64_t begin, int64_t end, int64_t unit);
 
-// Calls fn(step) for steps that cover what the lanes see, in order of the keys. The split keeps the masked
-// steps to the edges of the mask.
+// Calls fn(step) for steps that cover what the lanes see, in order of the keys, each within one piece of
+// them. The split keeps the masked steps to the edges of the mask.
 template <typename Fn>
-void for_steps(const Lanes& lanes, int64_t unit, const Fn& fn) {
+void for_steps(const Sequence& s, const Lanes& lanes, int64_t unit, const Fn& fn) {
   const Range parts[3] = {
       {lanes.some.begin, lanes.all.begin}, {lanes.all.begin, lanes.all.end}, {lanes.all.end, lanes.some.end}};
   for (int part = 0; part < 3; ++part) {
     const bool masked = part != 1;
     const int64_t size = masked ? kEdgeKeys : kBlockKeys;
-    for (int64_t begin = parts[part].begin; begin < parts[part].end; begin += size) {
-      const int64_t end = begin + size < parts[part].end ? begin + size : parts[part].end;
+    for (int64_t begin = parts[part].begin, end; begin < parts[part].end; begin = end) {
+      end = begin + size < parts[part].end ? begin + size : parts[part].end;
+      const int64_t piece = s.piece_end(begin);
+      if (piece < end) end = piece;
       const Range seeing = masked ? lanes_that_see(lanes, begin, end, unit) : Range{0, lanes.width};
       if (!seeing.empty()) fn(Step{begin, end, seeing.begin, seeing.end, masked});
     }

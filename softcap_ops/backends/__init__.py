@@ -19,9 +19,9 @@ from typing import Any
 
 from ..errors import UnsupportedError
 from . import cpu, fa2, fa3
-from .problem import Problem, facts
+from .problem import Problem, decode_facts, facts
 
-__all__ = ["Problem", "available_backends", "choose", "explain", "facts", "refusals", "select"]
+__all__ = ["Problem", "available_backends", "choose", "decode_facts", "explain", "facts", "refusals", "select"]
 
 # In order of preference: the first that supports a problem serves it.
 _TABLE: tuple[ModuleType, ...] = (fa3, fa2, cpu)
@@ -35,6 +35,8 @@ def _named(name: str) -> ModuleType:
 
 
 def _refusal(backend: ModuleType, problem: Problem, *, forced: bool) -> str | None:
+    if problem.cached and not hasattr(backend, "decode"):
+        return "has no kernel that reads a KV cache"
     reason = None if forced else backend.opt_in_error()
     return reason or backend.support_error(problem) or backend.install_error() or backend.probe_error(problem)
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _fake, reference
-from .._arguments import Packing, Parameters
+from .._arguments import Cache, Packing, Parameters
 from ..errors import UnsupportedError
 from .problem import Problem, Refusal
 
@@ -31,6 +31,8 @@ from .problem import Problem, Refusal
 Launch = Callable[[Tensor, Tensor, Tensor, "Packing | None", Parameters], "tuple[Tensor, Tensor]"]
 # (dout, q, k, v, out, lse, packing, parameters, dq, dk, dv): writes the last three
 LaunchBackward = Callable[..., None]
+# (q, k_cache, v_cache, cache, parameters) -> (out, lse)
+LaunchDecode = Callable[[Tensor, Tensor, Tensor, Cache, Parameters], "tuple[Tensor, Tensor]"]
 
 HEAD_DIM_STEP = 8
 MAX_HEAD_DIM = 256
@@ -115,6 +117,24 @@ def backward(
         dq, dk, dv = (g if wanted else g.new_empty(0) for g, wanted in zip(grads, output_mask, strict=True))
         return dq, dk, dv
     return grads
+
+
+def decode(
+    launch: LaunchDecode, q: Tensor, k: Tensor, v: Tensor, cache: Cache, p: Parameters, return_lse: bool
+) -> tuple[Tensor, Tensor]:
+    if 0 in q.shape or 0 in k.shape or cache.capacity(k) == 0:
+        out, lse = _fake.empty_outputs(q, return_lse)
+        return out.zero_(), lse.fill_(-math.inf)
+    head_dim = q.shape[-1]
+    if p.scale <= 0:
+        q, p, _ = _positive_scale(q, p)
+    table = cache.block_table
+    if table is not None and table.stride(1) != 1:
+        cache = cache._replace(block_table=table.contiguous())
+    out, lse = launch(_readable(q), _readable(k), _readable(v), cache, p)
+    # A row that sees nothing has lse +inf in some builds. Where nobody asked, not even that costs a kernel.
+    lse = lse.masked_fill_(lse == math.inf, -math.inf) if return_lse else lse.new_empty(0)
+    return _unpad(out, head_dim), lse
 
 
 def _new_gradients(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -213,6 +233,9 @@ class Probe(NamedTuple):
     mask: str  # "full", "causal" or "window"
     deterministic: bool
     backward: bool
+    cached: bool = False
+    block_size: int = 0
+    leftpad: bool = False
 
 
 def probe_of(problem: Problem) -> Probe:
@@ -227,6 +250,9 @@ def probe_of(problem: Problem) -> Probe:
         "window" if windowed else "causal" if problem.causal else "full",
         problem.deterministic and problem.needs_backward,
         problem.needs_backward,
+        problem.cached,
+        problem.block_size,
+        problem.leftpad,
     )
 
 
@@ -241,8 +267,8 @@ def _capturing(probe: Probe) -> bool:
 class Prober:
     """The probes of one backend and their outcomes, each taken once a process."""
 
-    def __init__(self, launch: Launch, launch_backward: LaunchBackward) -> None:
-        self._launch, self._launch_backward = launch, launch_backward
+    def __init__(self, launch: Launch, launch_backward: LaunchBackward, launch_decode: LaunchDecode) -> None:
+        self._launch, self._launch_backward, self._launch_decode = launch, launch_backward, launch_decode
         self._outcomes: dict[Probe, Refusal | None] = {}
 
     def error(self, problem: Problem) -> Refusal | None:
@@ -262,21 +288,14 @@ class Prober:
     def _run(self, probe: Probe) -> Refusal | None:
         try:
             with torch.no_grad():
-                return self._mismatch(probe)
+                return self._decode_mismatch(probe) if probe.cached else self._mismatch(probe)
         except torch.OutOfMemoryError:
             raise  # says nothing about the build: tried again by the next call
         except Exception as error:
             return Refusal(f"a trial call failed: {_first_line(error)}", error)
 
     def _mismatch(self, probe: Probe) -> Refusal | None:
-        device = _device(probe)
-        p = Parameters(
-            1.0 if probe.capped else 0.0,
-            2 * probe.head_dim**-0.5,
-            probe.mask == "causal",
-            (9, 3) if probe.mask == "window" else (-1, -1),
-            probe.deterministic,
-        )
+        device, p = _device(probe), _probe_parameters(probe)
         x = _probe_inputs(probe)
         packing = None
         on_device = tuple(t.to(device) for t in x)
@@ -307,10 +326,67 @@ class Prober:
                 return Refusal(f"a trial call returned a wrong {name} (relative error {error:.2g})")
         return None
 
+    def _decode_mismatch(self, probe: Probe) -> Refusal | None:
+        """One query a sequence, and several: kernels differ in it. Long, short and empty sequences."""
+        device, p = _device(probe), _probe_parameters(probe)
+        for seqlen_q in (1, 8):
+            q, k, v, cache = _probe_cache(probe, seqlen_q)
+            there = (q.to(device), k.to(device), v.to(device), cache.to(device))
+            out, lse = decode(self._launch_decode, *there, p, True)
+            lse_shape = _fake.empty_outputs(q)[1].shape
+            if lse.shape != lse_shape or lse.dtype != torch.float32:
+                return Refusal(f"a trial call returned lse as {_name(lse.dtype)} {tuple(lse.shape)}, not {lse_shape}")
+            if not _decoded((q, k, v), cache, p, out, lse):
+                if _decoded((q, k, v), cache, p._replace(softcap=0.0), out, lse):
+                    return Refusal(
+                        "a trial call on a cache returned its result as if uncapped: this build drops softcap"
+                    )
+                return Refusal(f"a trial call at {seqlen_q} queries on a cache returned a wrong result")
+        return None
+
+
+def _decoded(qkv: tuple[Tensor, ...], cache: Cache, p: Parameters, out: Tensor, lse: Tensor) -> bool:
+    """Whether these are the results of the formula."""
+    q, k, v = (t.float() for t in qkv)
+    expected = reference.attention_decode(
+        q, k, v, **cache._asdict(), softcap=p.softcap, scale=p.scale, causal=p.causal, window=p.window
+    )
+    return all(_agree(a.float().cpu(), b) for a, b in zip((out, lse), expected, strict=True))
+
+
+def _agree(a: Tensor, b: Tensor) -> bool:
+    """Infinite in the same places, near elsewhere."""
+    if not torch.equal(a.isfinite(), b.isfinite()):
+        return False
+    return _distance(a.nan_to_num(0.0, 0.0, 0.0), b.nan_to_num(0.0, 0.0, 0.0)) < 0.05
+
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _probe_parameters(probe: Probe) -> Parameters:
+    return Parameters(
+        1.0 if probe.capped else 0.0,
+        2 * probe.head_dim**-0.5,
+        probe.mask == "causal",
+        (9, 3) if probe.mask == "window" else (-1, -1),
+        probe.deterministic,
+    )
+
+
+def _probe_cache(probe: Probe, seqlen_q: int) -> tuple[Tensor, Tensor, Tensor, Cache]:
+    """q, k_cache, v_cache and lengths: two query heads on one key head; a cache long enough to be split."""
+    g = torch.Generator().manual_seed(0)
+    capacity = 2 * probe.block_size or 600
+    seqlens = torch.tensor([capacity - 7, 5, 0], dtype=torch.int32)
+    leftpad = torch.tensor([3, 2, 0], dtype=torch.int32) if probe.leftpad else None
+    table = torch.tensor([[4, 1], [0, 3], [5, 2]], dtype=torch.int32) if probe.block_size else None
+    shape = (6, probe.block_size, 1, probe.head_dim) if probe.block_size else (3, capacity, 1, probe.head_dim)
+    shapes = ((3, seqlen_q, 2, probe.head_dim), shape, shape)
+    q, k, v = (torch.randn(s, generator=g).to(probe.dtype) for s in shapes)
+    return q, k, v, Cache(seqlens, leftpad, table)
 
 
 def _probe_inputs(probe: Probe) -> tuple[Tensor, Tensor, Tensor, Tensor]:

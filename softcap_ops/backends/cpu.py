@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _extension, _fake
-from .._arguments import Packing, Parameters
+from .._arguments import Cache, Packing, Parameters
 from .problem import Problem
 
 NAME = "cpu"
@@ -56,6 +56,16 @@ def backward(
         dout, dlse, q, k, v, out, lse, *_cu_seqlens(packing), p.softcap, p.scale, p.causal, *p.window, *wanted
     )
     return grads
+
+
+def decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, p: Parameters, return_lse: bool
+) -> tuple[Tensor, Tensor]:
+    out, lse = _fake.empty_outputs(q, return_lse)
+    torch.ops.softcap_ops._cpu_decode_attention_fwd(
+        q, k_cache, v_cache, *cache, p.softcap, p.scale, p.causal, *p.window, out, lse if return_lse else None
+    )
+    return out, lse
 
 
 def _cu_seqlens(packing: Packing | None) -> tuple[Tensor | None, Tensor | None]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import Packing, Parameters
+from .._arguments import Cache, Packing, Parameters
 from . import _flash
 from .problem import Problem, Refusal
 
@@ -43,12 +43,14 @@ class _Function:
 
 
 _CONSTANTS = {"dropout_p": 0.0, "alibi_slopes": None, "return_softmax": False, "rng_state": None, "zero_tensors": True}
+_DECODE = "flash_attn_with_kvcache"
+_BLOCK_STEP = 256  # a block of its paged caches holds a multiple of so many keys
 _NAMES = ("_flash_attn_forward", "_flash_attn_varlen_forward", "_flash_attn_backward", "_flash_attn_varlen_backward")
 
 
 @functools.cache
 def _load() -> dict[str, _Function] | Refusal:
-    """The four functions by name, or why there are none. Never raises."""
+    """The four functions by name and, where it is there, that for caches; or why there are none. Never raises."""
     try:
         from flash_attn import flash_attn_interface
     except Exception as error:  # not installed, or one of its libraries does not load (undefined symbol)
@@ -65,6 +67,9 @@ def _load() -> dict[str, _Function] | Refusal:
             return Refusal(f"flash_attn {_version()} has no softcap in {name}: flash-attn >= 2.6 is needed")
         constant = {n: value for n, value in _CONSTANTS.items() if n in parameters}
         functions[name] = _Function(call, parameters, constant)
+    decode = getattr(flash_attn_interface, _DECODE, None)
+    if decode is not None and "softcap" in (parameters := _parameters_of(decode)):
+        functions[_DECODE] = _Function(decode, parameters, {"return_softmax_lse": True})
     return functions
 
 
@@ -98,7 +103,17 @@ def support_error(problem: Problem) -> str | None:
     if reason is None and problem.capability is not None and problem.capability < (8, 0):
         major, minor = problem.capability
         return f"needs compute capability 8.0 (Ampere) or newer, this GPU has {major}.{minor}"
-    return reason
+    return reason or _cache_error(problem)
+
+
+def _cache_error(problem: Problem) -> str | None:
+    if problem.block_size % _BLOCK_STEP != 0:
+        return f"caches in blocks of a multiple of {_BLOCK_STEP} keys, got {problem.block_size}"
+    if problem.block_size and problem.leftpad:
+        return "no cache_leftpad in a cache in blocks"
+    if problem.cached and problem.more_queries and problem.window != (-1, -1) and not problem.causal:
+        return "more queries than the cache has keys, under a window that is not causal"
+    return None
 
 
 def install_error() -> str | None:
@@ -107,6 +122,11 @@ def install_error() -> str | None:
 
 
 def probe_error(problem: Problem) -> str | None:
+    if problem.cached:
+        functions = _load()
+        decode = None if isinstance(functions, Refusal) else functions.get(_DECODE)
+        if decode is None or (problem.leftpad and "cache_leftpad" not in decode.parameters):
+            return f"flash_attn {_version()} has no {_DECODE} with softcap{' and cache_leftpad' * problem.leftpad}"
     error = _prober.error(problem)
     if error is None:
         return None
@@ -135,6 +155,21 @@ def backward(
     output_mask: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _flash.backward(_launch_backward, dout, dlse, q, k, v, out, lse, packing, p, output_mask)
+
+
+def decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, p: Parameters, return_lse: bool
+) -> tuple[Tensor, Tensor]:
+    return _flash.decode(_launch_decode, q, k_cache, v_cache, cache, p, return_lse)
+
+
+def _launch_decode(q: Tensor, k: Tensor, v: Tensor, cache: Cache, p: Parameters) -> tuple[Tensor, Tensor]:
+    given = {name: t for name, t in cache._asdict().items() if t is not None}
+    out, lse = _function(_DECODE)(
+        window=p.window, q=q, k_cache=k, v_cache=v, **given,
+        softmax_scale=p.scale, causal=p.causal, softcap=p.softcap,
+    )  # fmt: skip
+    return out, lse
 
 
 def _launch(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, p: Parameters) -> tuple[Tensor, Tensor]:
@@ -236,4 +271,4 @@ def _unpack_lse(lse: Tensor, batch: int) -> Tensor:
     return lse.unflatten(1, (batch, -1)).transpose(0, 1).contiguous()
 
 
-_prober = _flash.Prober(_launch, _launch_backward)
+_prober = _flash.Prober(_launch, _launch_backward, _launch_decode)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._arguments import Packing, Parameters
+from .._arguments import Cache, Packing, Parameters
 from . import _flash
 from .problem import Problem, Refusal
 
@@ -29,6 +29,7 @@ _FORWARD_KEYWORDS = frozenset(
     ("out", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "is_causal",
      "window_size_left", "window_size_right", "softcap", "num_splits")
 )  # fmt: skip
+_CACHE_KEYWORDS = frozenset(("seqused_k", "leftpad_k", "page_table"))
 _BACKWARD_KEYWORDS = frozenset(
     ("dq", "dk", "dv", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "is_causal",
      "window_size_left", "window_size_right", "softcap", "deterministic")
@@ -87,7 +88,7 @@ def _load_build(namespace: str) -> _Build | Refusal:
 
 
 def _keywords(op: Any) -> frozenset[str]:
-    return frozenset(argument.name for argument in op.default._schema.arguments)
+    return frozenset(argument.name for argument in getattr(op, "default", op)._schema.arguments)
 
 
 def _build() -> _Build:
@@ -127,9 +128,14 @@ def probe_error(problem: Problem) -> str | None:
         (problem.dtype == torch.float16, "FP16", "float16"),
         (problem.packed, "VARLEN", "packed sequences"),
         (problem.window != (-1, -1), "LOCAL", "window"),
+        (problem.cached, "VARLEN", "lengths of its own for each sequence"),
+        (problem.cached, "SPLIT", "split of the keys"),
+        (problem.block_size > 0, "PAGEDKV", "caches in blocks"),
     ):
         if needed and build.lacks(feature):
             return f"this build of {build.namespace} has no {what} (FLASHATTENTION_DISABLE_{feature})"
+    if problem.cached and not _keywords(build.forward) >= _CACHE_KEYWORDS:
+        return f"{build.namespace}::fwd lacks the arguments of a cache"
     if problem.needs_backward and build.backward is None:
         return f"this build of {build.namespace} has no backward operator"
     error = _prober.error(problem)
@@ -156,6 +162,22 @@ def backward(
     output_mask: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _flash.backward(_launch_backward, dout, dlse, q, k, v, out, lse, packing, p, output_mask)
+
+
+def decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, p: Parameters, return_lse: bool
+) -> tuple[Tensor, Tensor]:
+    return _flash.decode(_launch_decode, q, k_cache, v_cache, cache, p, return_lse)
+
+
+def _launch_decode(q: Tensor, k: Tensor, v: Tensor, cache: Cache, p: Parameters) -> tuple[Tensor, Tensor]:
+    left, right = p.window
+    out, lse, *_ = _build().forward(
+        q, k, v, seqused_k=cache.cache_seqlens, leftpad_k=cache.cache_leftpad, page_table=cache.block_table,
+        softmax_scale=p.scale, is_causal=p.causal, window_size_left=left, window_size_right=right, softcap=p.softcap,
+        num_splits=0,  # as many as fill the GPU: without splits a step of decoding leaves most of it idle
+    )  # fmt: skip
+    return out, lse
 
 
 def _launch(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, p: Parameters) -> tuple[Tensor, Tensor]:
@@ -198,4 +220,4 @@ def _launch_backward(
     )  # fmt: skip
 
 
-_prober = _flash.Prober(_launch, _launch_backward)
+_prober = _flash.Prober(_launch, _launch_backward, _launch_decode)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .._arguments import Packing, Parameters
+    from .._arguments import Cache, Packing, Parameters
 
 # The y and z sides of a CUDA grid, where FlashAttention puts the sequences of a batch.
 _MAX_GRID = 65535
@@ -50,6 +50,10 @@ class Problem:
     deterministic: bool
     needs_backward: bool
     over_grid: bool = False  # more sequences than one CUDA grid takes
+    cached: bool = False  # a decode call: keys and values lie in a cache
+    block_size: int = 0  # of a cache in blocks, else 0
+    leftpad: bool = False  # a cache whose sequences do not start at 0
+    more_queries: bool = False  # than keys that fit into the cache
 
     @classmethod
     def of(
@@ -84,6 +88,34 @@ def facts(q: Tensor, k: Tensor, packing: Packing | None, p: Parameters, needs_ba
         p.deterministic,
         needs_backward,
         batch > _MAX_GRID,
+    )
+
+
+def decode_facts(q: Tensor, k_cache: Tensor, cache: Cache, p: Parameters) -> tuple[Any, ...]:
+    """`facts` of a decode call. The lengths are on the device: what is known of them is that they fit the cache."""
+    device, seqlen_q, capacity = q.device, q.shape[1], cache.capacity(k_cache)
+    causal, window = p.causal, p.window
+    if window != (-1, -1):
+        causal, window = effective_mask(causal, window, seqlen_q, capacity)
+    return (
+        device.type,
+        device.index,
+        _capability(device.index) if device.type == "cuda" else None,
+        q.dtype,
+        q.shape[-1],
+        q.shape[-2],
+        k_cache.shape[-2],
+        False,
+        p.softcap,
+        causal,
+        window,
+        p.deterministic,
+        False,
+        q.shape[0] > _MAX_GRID,
+        True,
+        0 if cache.block_table is None else k_cache.shape[1],
+        cache.cache_leftpad is not None,
+        seqlen_q > capacity,
     )
 
 

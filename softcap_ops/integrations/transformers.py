@@ -7,8 +7,8 @@
 
 Each layer's cap, scale and window reach the op as the model gives them, key and value heads un-repeated. Padding,
 packed sequences and KV caches compute what transformers' eager attention computes for the real tokens; at a padding
-token the output is 0. What is not offered is refused by name: nothing runs uncapped, unmasked or without dropout in
-silence.
+token the output is 0, except in the last column without gradients, off which generation reads the next token. What is
+not offered is refused by name: nothing runs uncapped, unmasked or without dropout in silence.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ..api import softcap_attention, softcap_attention_varlen
+from ..api import softcap_attention, softcap_attention_decode, softcap_attention_varlen
 from ..errors import UnsupportedError
 
 # No double quotes: Inductor puts an assertion's message into C++ as it is.
@@ -77,8 +77,9 @@ def attention(
         module: the attention layer; read for `is_causal` and its config.
         query: (batch, heads_q, seqlen_q, head_dim).
         key, value: (batch, heads_kv, seqlen_k, head_dim).
-        attention_mask: what the mask function below returned: None, or bool (batch, tokens), False = padding, for the
-            first `tokens` keys; later keys do not exist yet, and the queries are the last of those tokens.
+        attention_mask: what the mask function below returned: None; int32 (1 or 2, batch), the end and the beginning
+            of each row's keys; or bool (batch, tokens), False = padding, for the first `tokens` keys. Later keys do not
+            exist yet, and the queries are the last of those tokens.
         dropout: must be 0.
         scaling: factor of q kT; None = head_dim ** -0.5.
         sliding_window: tokens that a query sees, itself included.
@@ -101,7 +102,8 @@ def attention(
     }
 
     if attention_mask is not None:
-        return _padded(q, k, v, attention_mask, options), None
+        attend = _decoded if attention_mask.dtype == torch.int32 else _padded
+        return attend(q, k, v, attention_mask, options), None
 
     packing: tuple[Any, ...] = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     if any(part is not None for part in packing):
@@ -149,10 +151,58 @@ def attention_mask(
         config: the model's.
 
     Returns:
-        None where every key column is a real token, else bool (batch_size, columns so far), False = padding.
+        None where every token of this forward sees those before it in it, and there are no others. Without gradients,
+        where padding is on the left if anywhere: the range of each row's keys, see `_key_ranges`; this is what
+        generation meets. Else bool (batch_size, columns so far), False = padding.
     """
     _refuse_other_patterns(mask_function, batch_size, q_length, q_offset, device, use_vmap, config)
-    columns = int(q_offset) + q_length - kv_offset  # a static cache is longer than what it holds
+    columns = q_offset + q_length - kv_offset  # a static cache is longer than what it holds
+    if torch.is_grad_enabled():
+        return _key_mask(batch_size, int(columns), kv_length, kv_offset, attention_mask, device)
+    if attention_mask is None:
+        return None if _is_whole(columns, q_length, kv_length) else _key_ranges(batch_size, columns, None, device)
+    if torch.compiler.is_compiling():
+        padding = _left_padding(attention_mask)
+        real = attention_mask & (torch.arange(attention_mask.shape[1], device=device) < columns + kv_offset)
+        torch._assert_async(
+            (real.sum(1) == (columns + kv_offset - padding).clamp(min=0)).all(),
+            "softcap_ops: an attention_mask with padding elsewhere than on the left, in a compiled model. " + _REMEDY,
+        )
+        return _key_ranges(batch_size, columns, padding - kv_offset, device)
+    columns = int(columns)
+    if attention_mask.all() and attention_mask.shape[1] >= columns + kv_offset:
+        return None if _is_whole(columns, q_length, kv_length) else _key_ranges(batch_size, columns, None, device)
+    padding, real = _left_padding(attention_mask), attention_mask[:, : columns + kv_offset].sum(1)
+    if torch.equal(real, (columns + kv_offset - padding).clamp(min=0)):
+        return _key_ranges(batch_size, columns, padding - kv_offset, device)
+    return _key_mask(batch_size, columns, kv_length, kv_offset, attention_mask, device)
+
+
+def _is_whole(columns: int | Tensor, q_length: int, kv_length: int) -> bool:
+    """A forward without a past: all keys are those of its own tokens."""
+    return isinstance(columns, int) and columns == q_length == kv_length
+
+
+def _left_padding(attention_mask: Tensor) -> Tensor:
+    return (attention_mask.cumsum(1) == 0).sum(1)
+
+
+def _key_ranges(batch_size: int, columns: int | Tensor, padding: Tensor | None, device: Any) -> Tensor:
+    """What the decode op needs of a mask that hides nothing but left padding: int32 (2, batch), the columns before
+    which each row's keys end and at which they begin; (1, batch) where all begin at 0.
+
+    Its shape does not depend on the number of columns: a compiled step with a static cache is compiled once.
+    """
+    ends = torch.zeros(batch_size, dtype=torch.int32, device=device) + columns
+    if padding is None:
+        return ends.to(torch.int32).unsqueeze(0)
+    return torch.stack([ends, torch.minimum(padding.clamp(min=0), ends)]).to(torch.int32)
+
+
+def _key_mask(
+    batch_size: int, columns: int, kv_length: int, kv_offset: int, attention_mask: Tensor | None, device: Any
+) -> Tensor | None:
+    """Bool (batch, columns), False = padding; None where there is none."""
     if attention_mask is None:
         if columns == kv_length:
             return None
@@ -229,28 +279,71 @@ def _refuse_other_patterns(
         _refuse("a mask in which a token sees a later one")
 
 
+def _decoded(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, options: dict[str, Any]) -> Tensor:
+    """On the cache as it lies, left padding skipped: nothing is gathered, and no length leaves the device."""
+    ends, leftpad = ranges[0], (ranges[1] if ranges.shape[0] == 2 else None)
+    try:
+        return softcap_attention_decode(q, k, v, ends, cache_leftpad=leftpad, **options)
+    except UnsupportedError:  # no backend here reads caches
+        if torch.compiler.is_compiling():
+            raise
+        columns = torch.arange(int(ends.max()), device=q.device)
+        mask = columns < ends.unsqueeze(1)
+        return _padded(q, k, v, mask if leftpad is None else mask & (columns >= leftpad.unsqueeze(1)), options)
+
+
 def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
-    """Only the real tokens of each row, as one packed batch; 0 at the others."""
+    """Only the real tokens of each row, as one packed batch; 0 at the others, but for the last column."""
     columns = mask.shape[1]
     k, v = k[:, :columns], v[:, :columns]
     batch, seqlen_q = q.shape[:2]
     mask_q = mask[:, columns - seqlen_q :]
     if mask.all():
         return softcap_attention(q, k, v, **options)
+    if seqlen_q == 1:
+        return _last_column(q, k, v, mask, options)
+    if options["window"] != (-1, -1):
+        # The packed op counts a window in tokens, transformers in columns: the same where tokens lie together.
+        steps = mask.to(torch.int8).diff(dim=1)
+        if ((steps == 1).sum(1) + mask[:, 0] > 1).any():
+            _refuse("a sliding window over padding between tokens", "Pad on the left before adding tokens.")
     rows_q, rows_k = (m.flatten().nonzero().squeeze(1) for m in (mask_q, mask))
-    lengths_q, lengths_k = (m.sum(1, dtype=torch.int32) for m in (mask_q, mask))
-    out = softcap_attention_varlen(
+    out = _varlen(
         q.flatten(0, 1)[rows_q],
         k.flatten(0, 1)[rows_k],
         v.flatten(0, 1)[rows_k],
-        cu_seqlens_q=_cumulative(lengths_q),
-        cu_seqlens_k=_cumulative(lengths_k),
-        max_seqlen_q=int(lengths_q.max()),
-        max_seqlen_k=int(lengths_k.max()),
-        **options,
+        mask_q.sum(1, dtype=torch.int32),
+        mask.sum(1, dtype=torch.int32),
+        options,
     )
-    padded = out.new_zeros((batch * seqlen_q, *out.shape[1:]))
-    return padded.index_copy(0, rows_q, out).unflatten(0, (batch, seqlen_q))
+    padded = out.new_zeros((batch * seqlen_q, *out.shape[1:])).index_copy(0, rows_q, out)
+    padded = padded.unflatten(0, (batch, seqlen_q))
+    if not torch.is_grad_enabled() and not mask[:, -1].all():
+        # A prompt padded on the right: generation reads the next token off its last column all the same.
+        padded[:, -1:] = _last_column(q[:, -1:], k, v, mask, options)
+    return padded
+
+
+def _last_column(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
+    """One query a row, at the last column, on the keys that it sees: any of them may be missing."""
+    left = options["window"][0]
+    if left >= 0:
+        mask = mask.clone()
+        mask[:, : max(0, mask.shape[1] - 1 - left)] = False
+    rows = mask.flatten().nonzero().squeeze(1)
+    ones = torch.ones(q.shape[0], dtype=torch.int32, device=q.device)
+    keys, values = (t.flatten(0, 1)[rows] for t in (k, v))
+    options = {**options, "window": (-1, -1)}
+    return _varlen(q.flatten(0, 1), keys, values, ones, mask.sum(1, dtype=torch.int32), options).unsqueeze(1)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, lengths_q: Tensor, lengths_k: Tensor, options: dict[str, Any]) -> Tensor:
+    return softcap_attention_varlen(
+        q, k, v,
+        cu_seqlens_q=_cumulative(lengths_q), cu_seqlens_k=_cumulative(lengths_k),
+        max_seqlen_q=int(lengths_q.max()), max_seqlen_k=int(lengths_k.max()),
+        **options,
+    )  # fmt: skip
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, packing: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
