@@ -110,6 +110,44 @@ def check_mixed_placements() -> None:
     assert compare(mesh, data(), [heads, whole, whole])[0] == (Shard(2),)
 
 
+def check_decode() -> None:
+    """Batch and heads of a cache; blocks are shared, so of those only the heads."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = mesh_of(2)
+    if mesh.get_coordinate() is None:
+        return
+    q, k, v = data()
+    q = q[:, -2:]
+    seqlens = torch.tensor([9, 4, 0, 7], dtype=torch.int32)
+    blocks = k.unflatten(1, (3, 3)).flatten(0, 1), v.unflatten(1, (3, 3)).flatten(0, 1)
+    table = torch.arange(12, dtype=torch.int32).view(4, 3)
+    batch, heads, whole = [Shard(0)], [Shard(2)], [Replicate()]
+
+    def shards(*placed: Any) -> list[Any]:
+        return [distribute_tensor(t, mesh, p) for t, p in placed]
+
+    for p in (batch, heads, whole):
+        lengths = batch if p == batch else whole
+        for table_of, caches in ((None, (k, v)), (table, blocks)):
+            expected = softcap_ops.softcap_attention_decode(
+                q, *caches, seqlens, block_table=table_of, return_lse=True, softcap=1.0
+            )
+            c = whole if table_of is not None and p == batch else p
+            args = shards((q, p), (caches[0], c), (caches[1], c), (seqlens, lengths))
+            tables = None if table_of is None else shards((table_of, lengths))[0]
+            out, lse = softcap_ops.softcap_attention_decode(*args, block_table=tables, return_lse=True, softcap=1.0)
+            assert out.placements == tuple(p)
+            torch.testing.assert_close((out.full_tensor(), lse.full_tensor()), expected)
+            alone = softcap_ops.softcap_attention_decode(*args, block_table=tables, softcap=1.0)
+            torch.testing.assert_close(alone.full_tensor(), expected[0])
+    args = shards((q, whole), (blocks[0], batch), (blocks[1], batch), (seqlens, whole), (table, whole))
+    refused("k_cache is sharded over its blocks", softcap_ops.softcap_attention_decode, *args[:4], block_table=args[4],
+            softcap=1.0)  # fmt: skip
+    args = shards((q, whole), (k, [Shard(1)]), (v, whole), (seqlens, whole))
+    refused("sharded over its sequence", softcap_ops.softcap_attention_decode, *args, softcap=1.0)
+
+
 def check_two_dimensional_mesh() -> None:
     from torch.distributed.tensor import Replicate, Shard
 
@@ -290,7 +328,8 @@ def test_dtensor_is_not_imported_but_awaited() -> None:
         import torch.distributed.fsdp, torch.distributed.tensor
         strategies = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
         assert all(getattr(torch.ops.softcap_ops, name).default in strategies for name in
-                   ("attention_fwd", "attention_bwd", "varlen_attention_fwd", "varlen_attention_bwd"))
+                   ("attention_fwd", "attention_bwd", "varlen_attention_fwd", "varlen_attention_bwd",
+                    "decode_attention_fwd"))
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
 

@@ -4,6 +4,7 @@ CASES rows 23, 24, 77, 84. The weights are hot enough for the cap of 50 to bite,
 text, the scale is not head_dim ** -0.5, and heads are grouped.
 """
 
+import inspect
 import types
 
 import pytest
@@ -148,6 +149,18 @@ def test_padding(ids, padding):
 
 
 @torch.no_grad()
+def test_padding_between_tokens(ids):
+    """Full layers skip it; a sliding window counts columns in transformers and tokens in the packed op: refused."""
+    mask = torch.ones(2, SEQLEN, dtype=torch.long)
+    mask[1, 6:14] = 0
+    with pytest.raises(softcap_ops.UnsupportedError, match="a sliding window over padding between tokens"):
+        run(make_model(), NAME, ids, attention_mask=mask)
+    eager, ours = both(make_model(layer_types=["full_attention"] * 4), ids, attention_mask=mask)
+    real = mask.bool()
+    torch.testing.assert_close(ours.logits[real], eager.logits[real], atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
 def test_a_row_of_nothing_but_padding(ids):
     mask = mask_of("left")
     mask[0] = 0
@@ -244,7 +257,7 @@ def test_compiled_generation_equals_eager(ids, padding):
 def test_speculative_generation_equals_eager(ids):
     """Several queries a step, and caches that are cut back."""
     model, prompt = make_model(), ids[:1, :6].repeat(1, 2)
-    options = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 12}
+    options = {"prompt_lookup_num_tokens": 3, "max_new_tokens": 12, "eos_token_id": 64}  # a token that never comes
     texts = [generate(model, name, prompt, torch.ones_like(prompt), **options) for name in ("eager", NAME)]
     assert torch.equal(texts[0].sequences, texts[1].sequences)
 
@@ -283,18 +296,16 @@ def test_prefill_in_chunks(ids):
     whole, cache, chunks = run(model, "eager", ids).logits, None, []
     model.set_attn_implementation(NAME)
     for chunk in ids.split([10, 1, 15, 6], dim=1):
-        out = model(input_ids=chunk, use_cache=True, **({} if cache is None else {cache_argument(model): cache}))
-        cache = out[cache_argument(model)]
+        past = {} if cache is None else {cache_argument(Gemma2ForCausalLM.forward): cache}
+        out = model(input_ids=chunk, use_cache=True, **past)
+        cache = out[cache_argument(Gemma2ForCausalLM.forward)]
         chunks.append(out.logits)
     torch.testing.assert_close(torch.cat(chunks, 1), whole, atol=1e-4, rtol=1e-4)
 
 
-def cache_argument(model):
+def cache_argument(function):
     """`cache` from transformers 5.20 or so on, `past_key_values` before."""
-    code = Gemma2ForCausalLM.forward
-    while hasattr(code, "__wrapped__"):
-        code = code.__wrapped__
-    return "cache" if "cache" in code.__code__.co_varnames else "past_key_values"
+    return "cache" if "cache" in inspect.signature(inspect.unwrap(function)).parameters else "past_key_values"
 
 
 @torch.no_grad()
@@ -401,16 +412,18 @@ def test_other_masks_are_refused(ids):
     model.set_attn_implementation(NAME)
     with pytest.raises(softcap_ops.UnsupportedError, match="attention_mask of 4 dimensions"):
         model(input_ids=ids, attention_mask=torch.zeros(2, 1, SEQLEN, SEQLEN))
-    arguments = (model.config, torch.zeros(2, SEQLEN, 64), None, None)
+    arguments = {"config": model.config, "inputs_embeds": torch.zeros(2, SEQLEN, 64), "attention_mask": None}
+    arguments[cache_argument(create_causal_mask)] = None
     with pytest.raises(softcap_ops.UnsupportedError, match="or_mask_function"):
-        create_causal_mask(*arguments, or_mask_function=lambda b, h, q, k: k < 4)
+        create_causal_mask(**arguments, or_mask_function=lambda b, h, q, k: k < 4)
     blocks = torch.full((2, SEQLEN), -1)
     blocks[:, 3:7] = 0
-    with pytest.raises(softcap_ops.UnsupportedError, match="sees a later one"):
-        create_causal_mask(*arguments, block_sequence_ids=blocks)
+    if "block_sequence_ids" in inspect.signature(inspect.unwrap(create_causal_mask)).parameters:
+        with pytest.raises(softcap_ops.UnsupportedError, match="sees a later one"):
+            create_causal_mask(**arguments, block_sequence_ids=blocks)
     model.config.attention_chunk_size = 8
     with pytest.raises(softcap_ops.UnsupportedError, match="attention_chunk_size"):
-        create_chunked_causal_mask(*arguments)
+        create_chunked_causal_mask(**arguments)
 
 
 @pytest.mark.parametrize("name", ["", "eager", "sdpa", "flex_attention", "my_flash", "owner/kernel", "paged|x"])
