@@ -1,4 +1,4 @@
-"""Gradients: the Autograd kernels of the four ops, the same in eager, compiled and torch.func.
+"""Gradients: the Autograd kernels of the ops, the same in eager, compiled and torch.func.
 
 The backward op computes dq, dk, dv from the saved q, k, v, out and lse; with S' the capped score,
 P = exp(S' - lse), t = tanh(scale * q kT / cap):
