@@ -8,7 +8,7 @@ import pytest
 import torch
 from decode_samples import BY_NAME, DecodeSample, Inputs, check_decode, each_sample, each_sample_and_heat, named
 from samples import each_dtype
-from test_decode import Decoder, lengths
+from test_decode_transforms import Decoder, lengths
 from torch import Tensor
 
 import softcap_ops
