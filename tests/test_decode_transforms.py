@@ -22,7 +22,6 @@ from softcap_ops import UnsupportedError, softcap_attention_decode
 from softcap_ops._flops import visible_pairs
 
 OP = torch.ops.softcap_ops.decode_attention_fwd.default
-NAN = float("nan")
 
 
 def lengths(*values: int) -> Tensor:
