@@ -59,8 +59,17 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     def flash_attn_qkvpacked_func(qkv, *args, **kwargs):  # type: ignore[no-untyped-def]
         return flash_attn_func(*qkv.unbind(2), *args, **kwargs)
 
+    def flash_attn_with_kvcache(  # type: ignore[no-untyped-def]
+        q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, causal=False, window_size=(-1, -1), softcap=0.0
+    ):
+        for b, n in enumerate(cache_seqlens.tolist()):  # it appends the new keys itself
+            k_cache[b, n : n + k.shape[1]], v_cache[b, n : n + k.shape[1]] = k[b], v[b]
+        options = {"causal": causal, "window": window_size, "softcap": softcap}
+        return reference.attention_decode(q, k_cache, v_cache, cache_seqlens + k.shape[1], **options)[0]
+
     module = types.ModuleType("flash_attn")
-    for function in (flash_attn_func, flash_attn_varlen_func, flash_attn_qkvpacked_func):
+    functions = (flash_attn_func, flash_attn_varlen_func, flash_attn_qkvpacked_func, flash_attn_with_kvcache)
+    for function in functions:
         setattr(module, function.__name__, function)
     monkeypatch.setitem(sys.modules, "flash_attn", module)
 
@@ -70,10 +79,13 @@ CU = torch.tensor([0, 24, 32], dtype=torch.int32)
 
 @pytest.mark.usefixtures("flash_attn")
 def test_from_flash_attn() -> None:
-    dense, dense_after, packed, packed_after, qkv, qkv_after = SECTIONS["From flash-attn"]
+    dense, dense_after, packed, packed_after, qkv, qkv_after, step, step_after = SECTIONS["From flash-attn"]
     check_pair(dense, dense_after, **tensors(2, 32))
     check_pair(packed, packed_after, **tensors(32), cu_seqlens=CU)
     check_pair(qkv, qkv_after, qkv=torch.stack(list(tensors(2, 32, groups=4).values()), 2))
+    cache = tensors(2, 32)
+    names = {"k_cache": cache["k"], "v_cache": cache["v"], "seqlens": torch.tensor([20, 9], dtype=torch.int32)}
+    check_pair(step, step_after, **tensors(2, 2), **names)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -137,6 +149,6 @@ def test_models_in_megatron() -> None:
 
 def test_every_block_is_here() -> None:
     assert {name: len(blocks) for name, blocks in SECTIONS.items()} == {
-        "From flash-attn": 6, "From FlexAttention": 2, "From TransformerEngine": 3, "From the eager formula": 2,
+        "From flash-attn": 8, "From FlexAttention": 2, "From TransformerEngine": 3, "From the eager formula": 2,
         "Models": 2,
     }  # fmt: skip
