@@ -18,13 +18,21 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import UnsupportedError
-from . import cpu, fa2, fa3
+from . import cpu, fa2, fa3, hopper
 from .problem import Problem, facts
 
 __all__ = ["Problem", "available_backends", "choose", "explain", "facts", "refusals", "select"]
 
-# In order of preference: the first that supports a problem serves it.
-_TABLE: tuple[ModuleType, ...] = (fa3, fa2, cpu)
+# In order of preference: the first that supports a problem serves it (see _ordered).
+_TABLE: tuple[ModuleType, ...] = (hopper, fa3, fa2, cpu)
+
+
+def _ordered(problem: Problem) -> list[ModuleType]:
+    """The table in order of preference for `problem`.
+
+    With few queries a sequence, only splitting the keys over blocks fills a GPU: FlashAttention-2 does, hopper does not.
+    """
+    return sorted(_TABLE, key=lambda backend: backend is hopper and problem.few_queries)
 
 
 def _named(name: str) -> ModuleType:
@@ -41,7 +49,7 @@ def _refusal(backend: ModuleType, problem: Problem, *, forced: bool) -> str | No
 
 def refusals(problem: Problem) -> dict[str, str | None]:
     """Every backend's name, in order of preference, with its reason for not serving; None = it can."""
-    return {b.NAME: _refusal(b, problem, forced=False) for b in _TABLE}
+    return {b.NAME: _refusal(b, problem, forced=False) for b in _ordered(problem)}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -59,7 +67,7 @@ def select(problem: Problem, name: str | None = None) -> ModuleType:
             )
         return backend
     reasons: dict[str, str] = {}
-    for backend in _TABLE:
+    for backend in _ordered(problem):
         reason = _refusal(backend, problem, forced=False)
         if reason is None:
             return backend

@@ -12,6 +12,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .._arguments import Packing, Parameters
 
+# Decoding with a few tokens of look-ahead.
+_FEW_QUERIES = 16
+
 # The y and z sides of a CUDA grid, where FlashAttention puts the sequences of a batch.
 _MAX_GRID = 65535
 
@@ -50,6 +53,7 @@ class Problem:
     deterministic: bool
     needs_backward: bool
     over_grid: bool = False  # more sequences than one CUDA grid takes
+    few_queries: bool = False  # in each sequence: decoding, or nearly
 
     @classmethod
     def of(
@@ -68,7 +72,10 @@ def facts(q: Tensor, k: Tensor, packing: Packing | None, p: Parameters, needs_ba
             causal, window = effective_mask(causal, window, q.shape[1], k.shape[1])
         else:
             causal, window = effective_mask(causal, window, packing.max_seqlen_q, packing.max_seqlen_k)
-    batch = q.shape[0] if packing is None else packing.cu_seqlens_q.shape[0] - 1
+    if packing is None:
+        batch, queries = q.shape[0], q.shape[1]
+    else:
+        batch, queries = packing.cu_seqlens_q.shape[0] - 1, packing.max_seqlen_q
     return (
         device.type,
         device.index,
@@ -84,6 +91,7 @@ def facts(q: Tensor, k: Tensor, packing: Packing | None, p: Parameters, needs_ba
         p.deterministic,
         needs_backward,
         batch > _MAX_GRID,
+        queries <= _FEW_QUERIES,
     )
 
 

@@ -1,0 +1,131 @@
+"""Our own Hopper kernel (csrc/cuda): capped attention that costs hardly more than attention, on compute capability 9.0.
+
+The kernels are a C library beside this package, built where nvcc is, and called through ctypes: no Torch in it, so one
+build serves every torch and Python. It has no backward yet: calls that will need one go to the next backend.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _fake
+from .._arguments import Packing, Parameters
+from ..errors import UnsupportedError
+from . import _flash
+from .problem import Problem, Refusal
+
+NAME = "hopper"
+LIBRARY = Path(__file__).parents[1] / "libsoftcap_hopper.so"
+
+HEAD_DIMS = (64, 128, 256)
+_UNLIMITED = 2**30  # a window side as large as this hides nothing
+_DTYPES = {torch.bfloat16: 0, torch.float16: 1}
+
+# softcap_hopper_fwd_args of csrc/cuda/softcap_hopper.h: struct_size; 7 pointers; 12 strides, 2 totals; 10 integers;
+# softcap, scale; stream.
+_ARGUMENTS = struct.Struct("=Q7Q14q10i2fQ")
+
+
+# ---- the library -----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _load() -> Any | Refusal:
+    """The library, or why there is none. Never raises, and asks no device anything."""
+    if not LIBRARY.exists():
+        return Refusal(f"{LIBRARY.name} was not built for this installation (nvcc builds it)")
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        library.softcap_hopper_fwd.argtypes = [ctypes.c_char_p]
+        library.softcap_hopper_error_string.restype = ctypes.c_char_p
+        return library
+    except (OSError, AttributeError) as error:
+        return Refusal(f"{LIBRARY.name} cannot be loaded: {error}", error)
+
+
+def _stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+# ---- what it can do --------------------------------------------------------------------------------------------
+
+
+def opt_in_error() -> str | None:
+    return None
+
+
+def support_error(problem: Problem) -> str | None:
+    if problem.device_type != "cuda":
+        return f"CUDA tensors only, got {problem.device_type}"
+    if problem.capability != (9, 0):
+        return "needs compute capability 9.0 (Hopper), this GPU has {}.{}".format(*problem.capability or (0, 0))
+    if problem.dtype not in _DTYPES:
+        return f"computes in bfloat16 and float16 only, got {str(problem.dtype).removeprefix('torch.')}"
+    if problem.head_dim not in HEAD_DIMS:
+        return f"head_dim 64, 128 and 256, got {problem.head_dim}"
+    if not problem.softcap:
+        return "soft-capped attention only: without a cap there is no bound for it to use"
+    if not 1e-30 <= problem.softcap < 1e30:
+        return f"scale / softcap leaves float32's range at softcap {problem.softcap}"
+    if problem.needs_backward:
+        return "it has no backward yet"
+    return None
+
+
+def install_error() -> str | None:
+    library = _load()
+    return library if isinstance(library, Refusal) else None
+
+
+def probe_error(problem: Problem) -> str | None:
+    return _prober.error(problem)
+
+
+# ---- forward and backward --------------------------------------------------------------------------------------
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, p: Parameters) -> tuple[Tensor, Tensor]:
+    q, k, v = _flash._readable(q), _flash._readable(k), _flash._readable(v)
+    out, lse = _fake.empty_outputs(q)
+    # (batch, token, head) strides; a packed tensor has no batch stride.
+    strides = [s for t in (q, k, v, out) for s in (0, *t.stride())[-4:-1]]
+    if packing is None:
+        pointers = (0, 0)
+        sizes = (0, 0, q.shape[0], q.shape[1], k.shape[1])
+    else:
+        pointers = packing.cu_seqlens_q.data_ptr(), packing.cu_seqlens_k.data_ptr()
+        batch = packing.cu_seqlens_q.shape[0] - 1
+        sizes = (q.shape[0], k.shape[0], batch, packing.max_seqlen_q, packing.max_seqlen_k)
+    left, right = p.window
+    arguments = _ARGUMENTS.pack(
+        _ARGUMENTS.size, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), *pointers,
+        *strides, *sizes, q.shape[-2], k.shape[-2], q.shape[-1], _DTYPES[q.dtype], p.causal,
+        min(left, _UNLIMITED), min(right, _UNLIMITED), p.softcap, p.scale, _stream(q.device),
+    )  # fmt: skip
+    _call(_load().softcap_hopper_fwd, arguments, q.device)
+    return out, lse
+
+
+def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    raise UnsupportedError("softcap_ops: backend 'hopper' has no backward yet")  # selection said so before the forward
+
+
+def _call(function: Any, arguments: bytes, device: torch.device) -> None:
+    """Call into the library with the tensors' device current: it launches there."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            code = function(arguments)
+    else:
+        code = function(arguments)
+    if code:
+        raise RuntimeError(f"softcap_ops: the Hopper kernel failed: {_load().softcap_hopper_error_string(code).decode()}")
+
+
+_prober = _flash.Prober(forward, backward)
