@@ -35,11 +35,13 @@ def structure(name: str) -> type[ctypes.Structure]:
 
 
 FwdArgs = structure("softcap_hopper_fwd_args")
+BwdArgs = structure("softcap_hopper_bwd_args")
+WORKSPACE = 4096
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
 class FakeLibrary:
-    """softcap_hopper_fwd on CPU pointers, refusing what the real one refuses; `calls` records the decoded structs."""
+    """The entry points on CPU pointers, refusing what the real ones refuse; `calls` records the decoded structs."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -48,25 +50,56 @@ class FakeLibrary:
         return b"the driver refused a tensor map"
 
     def softcap_hopper_fwd(self, arguments: bytes) -> int:
-        a = FwdArgs.from_buffer_copy(arguments)
-        assert a.struct_size == ctypes.sizeof(FwdArgs) == len(arguments)
+        a = self._decode(FwdArgs, arguments)
         self.calls.append(a)
-        q, k, v, out = (_tensor(a, name, "q" if name in ("q", "out") else "k") for name in ("q", "k", "v", "out"))
-        options: dict[str, Any] = {"softcap": a.softcap, "scale": a.scale, "causal": bool(a.causal)}
-        options["window"] = (a.window_left, a.window_right)
-        floats = [t.float() for t in (q, k, v)]
-        if a.cu_seqlens_q:
-            starts = {f"cu_seqlens_{n}": _at(getattr(a, f"cu_seqlens_{n}"), a.batch + 1, torch.int32) for n in "qk"}
-            for name, longest in (("q", a.seqlen_q), ("k", a.seqlen_k)):
-                assert max(starts[f"cu_seqlens_{name}"].diff().tolist(), default=0) <= longest
-            result, lse = reference.attention_varlen(*floats, **starts, **options)
-            lse_shape: tuple[int, ...] = (a.heads_q, a.total_q)
-        else:
-            result, lse = reference.attention(*floats, **options)
-            lse_shape = (a.batch, a.heads_q, a.seqlen_q)
-        out.copy_(result)
-        _at(a.lse, lse.numel(), torch.float32).view(lse_shape).copy_(lse)
+        q, k, v = (_tensor(a, name).float() for name in "qkv")
+        out, lse = _formula(a, q, k, v)
+        _tensor(a, "out").copy_(out)
+        _at(a.lse, lse.numel(), torch.float32).copy_(lse.flatten())
         return 0
+
+    def softcap_hopper_bwd_workspace(self, arguments: bytes) -> int:
+        assert self._decode(BwdArgs, arguments).workspace is None
+        return WORKSPACE
+
+    def softcap_hopper_bwd(self, arguments: bytes) -> int:
+        a = self._decode(BwdArgs, arguments)
+        self.calls.append(a)
+        _at(a.workspace, WORKSPACE, torch.uint8).fill_(0xFF)  # it must be there, and no result
+        q, k, v = (_tensor(a, name).float() for name in "qkv")
+        with torch.enable_grad():
+            leaves = [t.requires_grad_() for t in (q, k, v)]
+            out, lse = _formula(a, *leaves)
+        given = _at(a.lse, lse.numel(), torch.float32).view(lse.shape)
+        torch.testing.assert_close(given, lse.detach())
+        assert (_tensor(a, "out").float() - out).norm() <= 4e-3 * out.norm()
+        dout = _tensor(a, "dout").float()
+        dlse = torch.zeros_like(lse)
+        if a.dlse:
+            dlse = _at(a.dlse, lse.numel(), torch.float32).view(lse.shape).masked_fill(lse.isneginf(), 0.0)
+        outputs = [(y, g) for y, g in ((out, dout), (lse, dlse)) if y.requires_grad]
+        grads = torch.autograd.grad([y for y, _ in outputs], leaves, [g for _, g in outputs], allow_unused=True)
+        for name, leaf, grad in zip(("dq", "dk", "dv"), leaves, grads, strict=True):
+            grad = torch.zeros_like(leaf) if grad is None else grad
+            _at(getattr(a, name), grad.numel(), _DTYPES[a.dtype]).copy_(grad.flatten())
+        return 0
+
+    @staticmethod
+    def _decode(kind: Any, arguments: bytes) -> Any:
+        a = kind.from_buffer_copy(arguments)
+        assert a.struct_size == ctypes.sizeof(kind) == len(arguments)
+        return a
+
+
+def _formula(a: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    options: dict[str, Any] = {"softcap": a.softcap, "scale": a.scale, "causal": bool(a.causal)}
+    options["window"] = (a.window_left, a.window_right)
+    if not a.cu_seqlens_q:
+        return reference.attention(q, k, v, **options)
+    starts = {f"cu_seqlens_{n}": _at(getattr(a, f"cu_seqlens_{n}"), a.batch + 1, torch.int32) for n in "qk"}
+    for name, longest in (("q", a.seqlen_q), ("k", a.seqlen_k)):
+        assert max(starts[f"cu_seqlens_{name}"].diff().tolist(), default=0) <= longest
+    return reference.attention_varlen(q, k, v, **starts, **options)
 
 
 def _at(pointer: int, elements: int, dtype: torch.dtype) -> Tensor:
@@ -77,8 +110,9 @@ def _at(pointer: int, elements: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype)
 
 
-def _tensor(a: Any, name: str, like: str) -> Tensor:
+def _tensor(a: Any, name: str) -> Tensor:
     """A tensor operand, with the alignment that bulk copies ask for."""
+    like = "k" if name in ("k", "v") else "q"
     heads = getattr(a, f"heads_{like}")
     strides = [getattr(a, f"{name}_stride_{axis}") for axis in ("batch", "token", "head")]
     shape = [a.batch, getattr(a, f"seqlen_{like}"), heads]

@@ -177,19 +177,21 @@ def test_the_built_library_loads_without_a_gpu() -> None:
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_the_header_is_read_as_c_reads_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_the_header_is_read_as_c_reads_it(direction: str, tmp_path: Path) -> None:
     """The layout that these tests decode is the compiler's."""
-    fields = [name for name, _ in fake_hopper.FwdArgs._fields_]
-    lines = "".join(f'printf("%zu ", offsetof(softcap_hopper_fwd_args, {name}));' for name in fields)
+    kind = fake_hopper.FwdArgs if direction == "fwd" else fake_hopper.BwdArgs
+    fields = [name for name, _ in kind._fields_]
+    lines = "".join(f'printf("%zu ", offsetof(softcap_hopper_{direction}_args, {name}));' for name in fields)
     source = tmp_path / "layout.c"
     source.write_text(
         f'#include <stddef.h>\n#include <stdio.h>\n#include "{fake_hopper.HEADER}"\n'
-        f'int main(void) {{ {lines} printf("%zu", sizeof(softcap_hopper_fwd_args)); return 0; }}'
+        f'int main(void) {{ {lines} printf("%zu", sizeof(softcap_hopper_{direction}_args)); return 0; }}'
     )
     subprocess.run(["cc", str(source), "-o", str(tmp_path / "layout")], check=True)
     printed = subprocess.run([str(tmp_path / "layout")], check=True, capture_output=True, text=True).stdout
-    offsets = [getattr(fake_hopper.FwdArgs, name).offset for name in fields]
-    assert [int(n) for n in printed.split()] == [*offsets, ctypes.sizeof(fake_hopper.FwdArgs)]
+    offsets = [getattr(kind, name).offset for name in fields]
+    assert [int(n) for n in printed.split()] == [*offsets, ctypes.sizeof(kind)]
 
 
 # ---- the adapter -------------------------------------------------------------------------------------------------

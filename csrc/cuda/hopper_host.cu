@@ -99,8 +99,6 @@ int encode_map(CUtensorMap* map, const void* data, int head_dim, int dtype, int6
   return result == CUDA_SUCCESS ? kOk : kErrorTensorMap;
 }
 
-namespace {
-
 int check(const Args* a) {
   if (a == nullptr || a->struct_size != sizeof(Args)) return kErrorStruct;
   if (a->batch < 0 || a->seqlen_q < 0 || a->seqlen_k < 0 || a->seqlen_q > (1 << 28) ||
@@ -135,6 +133,8 @@ int check(const Args* a) {
   }
   return kOk;
 }
+
+namespace {
 
 int forward(const Args& args) {
   Args a = args;

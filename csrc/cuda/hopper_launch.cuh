@@ -31,6 +31,9 @@ enum Error : int {
 
 using Args = softcap_hopper_fwd_args;
 
+// Why the arguments would be refused.
+int check(const Args* args);
+
 // One entry a head dimension, each in a file of its own so that they compile side by side.
 int launch_d64(const Args& args, const Problem& problem, const CapConstants& cap);
 int launch_d128(const Args& args, const Problem& problem, const CapConstants& cap);

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ HEAD_DIMS = (64, 128, 256)
 _UNLIMITED = 2**30  # a window side as large as this hides nothing
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 
-# softcap_hopper_fwd_args of csrc/cuda/softcap_hopper.h: struct_size; 7 pointers; 12 strides, 2 totals; 10 integers;
-# softcap, scale; stream.
-_ARGUMENTS = struct.Struct("=Q7Q14q10i2fQ")
+# softcap_hopper_fwd_args of csrc/cuda/softcap_hopper.h: struct_size; pointers; strides and totals; integers; softcap,
+# scale; stream. And softcap_hopper_bwd_args, with the place of its workspace, whose size the library has to be asked.
+_FORWARD = struct.Struct("=Q7Q14q10i2fQ")
+_BACKWARD = struct.Struct("=Q13Q17q12i2fQ")
+_WORKSPACE_AT = 88
 
 
 # ---- the library -----------------------------------------------------------------------------------------------
@@ -43,7 +46,9 @@ def _load() -> Any | Refusal:
         return Refusal(f"{LIBRARY.name} was not built for this installation (nvcc builds it)")
     try:
         library = ctypes.CDLL(str(LIBRARY))
-        library.softcap_hopper_fwd.argtypes = [ctypes.c_char_p]
+        for function in (library.softcap_hopper_fwd, library.softcap_hopper_bwd, library.softcap_hopper_bwd_workspace):
+            function.argtypes = [ctypes.c_char_p]
+        library.softcap_hopper_bwd_workspace.restype = ctypes.c_int64
         library.softcap_hopper_error_string.restype = ctypes.c_char_p
         return library
     except (OSError, AttributeError) as error:
@@ -94,27 +99,65 @@ def probe_error(problem: Problem) -> str | None:
 def forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, p: Parameters) -> tuple[Tensor, Tensor]:
     q, k, v = _flash._readable(q), _flash._readable(k), _flash._readable(v)
     out, lse = _fake.empty_outputs(q)
-    # (batch, token, head) strides; a packed tensor has no batch stride.
-    strides = [s for t in (q, k, v, out) for s in (0, *t.stride())[-4:-1]]
-    if packing is None:
-        pointers = (0, 0)
-        sizes = (0, 0, q.shape[0], q.shape[1], k.shape[1])
-    else:
-        pointers = packing.cu_seqlens_q.data_ptr(), packing.cu_seqlens_k.data_ptr()
-        batch = packing.cu_seqlens_q.shape[0] - 1
-        sizes = (q.shape[0], k.shape[0], batch, packing.max_seqlen_q, packing.max_seqlen_k)
+    pointers, sizes = _packing(q, k, packing)
     left, right = p.window
-    arguments = _ARGUMENTS.pack(
-        _ARGUMENTS.size, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), *pointers,
-        *strides, *sizes, q.shape[-2], k.shape[-2], q.shape[-1], _DTYPES[q.dtype], p.causal,
-        min(left, _UNLIMITED), min(right, _UNLIMITED), p.softcap, p.scale, _stream(q.device),
+    arguments = _FORWARD.pack(
+        _FORWARD.size, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), *pointers,
+        *_strides(q), *_strides(k), *_strides(v), *_strides(out), *sizes, q.shape[-2], k.shape[-2], q.shape[-1],
+        _DTYPES[q.dtype], p.causal, min(left, _UNLIMITED), min(right, _UNLIMITED), p.softcap, p.scale,
+        _stream(q.device),
     )  # fmt: skip
     _call(_load().softcap_hopper_fwd, arguments, q.device)
     return out, lse
 
 
-def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    raise UnsupportedError("softcap_ops: backend 'hopper' has no backward yet")  # selection said so before the forward
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    packing: Packing | None,
+    p: Parameters,
+    output_mask: tuple[bool, bool, bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = _flash._readable(q), _flash._readable(k), _flash._readable(v)
+    out, dout, lse = _flash._readable(out), _flash._readable(dout), lse.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    grads = dq, dk, dv = _fake.empty_gradients(q, k, v)
+    pointers, sizes = _packing(q, k, packing)
+    left, right = p.window
+    arguments = _BACKWARD.pack(
+        _BACKWARD.size, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr(), lse.data_ptr(),
+        0 if dlse is None else dlse.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), 0, *pointers,
+        *_strides(q), *_strides(k), *_strides(v), *_strides(out), *_strides(dout), *sizes, q.shape[-2], k.shape[-2],
+        q.shape[-1], _DTYPES[q.dtype], p.causal, min(left, _UNLIMITED), min(right, _UNLIMITED), p.deterministic, 0,
+        p.softcap, p.scale, _stream(q.device),
+    )  # fmt: skip
+    library = _load()
+    workspace = q.new_empty(library.softcap_hopper_bwd_workspace(arguments), dtype=torch.uint8)
+    address = workspace.data_ptr().to_bytes(8, sys.byteorder)
+    arguments = arguments[:_WORKSPACE_AT] + address + arguments[_WORKSPACE_AT + 8 :]
+    _call(library.softcap_hopper_bwd, arguments, q.device)
+    if False in output_mask:
+        dq, dk, dv = (g if wanted else g.new_empty(0) for g, wanted in zip(grads, output_mask, strict=True))
+        return dq, dk, dv
+    return grads
+
+
+def _strides(t: Tensor) -> tuple[int, ...]:
+    """(batch, token, head); a packed tensor has no batch stride."""
+    return t.stride()[:3] if t.dim() == 4 else (0, *t.stride()[:2])
+
+
+def _packing(q: Tensor, k: Tensor, packing: Packing | None) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """cu_seqlens_q, cu_seqlens_k; total_q, total_k, batch, seqlen_q, seqlen_k."""
+    if packing is None:
+        return (0, 0), (0, 0, q.shape[0], q.shape[1], k.shape[1])
+    cu_q, cu_k, max_q, max_k = packing
+    return (cu_q.data_ptr(), cu_k.data_ptr()), (q.shape[0], k.shape[0], cu_q.shape[0] - 1, max_q, max_k)
 
 
 def _call(function: Any, arguments: bytes, device: torch.device) -> None:
