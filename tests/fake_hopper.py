@@ -6,6 +6,7 @@ The header itself says how its structs are laid out: what the adapter packs is r
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ def _tensor(a: Any, name: str) -> Tensor:
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     """Let the adapter call a fake library, on CPU tensors."""
     library = FakeLibrary()
-    monkeypatch.setattr(hopper, "_load", lambda: library)
+    monkeypatch.setattr(hopper, "_load", functools.cache(lambda: library))
     monkeypatch.setattr(hopper, "_stream", lambda device: 0x5757)
     return library
 

@@ -31,14 +31,14 @@ struct BackwardConfig {
   static constexpr int kQueryBytes = kQueries * kHeadDim * 2;
   static constexpr int kScoreBytes = kKeys * kQueries * 2;
   static constexpr int kStatsBytes = 2 * kQueries * 4;
-  // A consumer's part of a tile of dq: half of its columns, or of its rows.
-  static constexpr bool kSplitColumns = kHeadDim > kQueries;
-  static constexpr int kSums = kQueries * kHeadDim / 256;
+  static constexpr int kSums = kQueries * kHeadDim / 256;  // a consumer has half of the columns of a tile of dq
+  // Whether registers are too few for more than two kinds of products in flight.
+  static constexpr bool kTight = kHeadDim == 128;
   static constexpr int kBarriers = 1 + 4 * kStages + 2 * kScoreStages;
   static constexpr int kSharedBytes = 1024 + 2 * kKeyBytes + 2 * kStages * kQueryBytes +
                                       kScoreTiles * kScoreBytes + kStages * kStatsBytes + 8 * kBarriers;
   static_assert(kSharedBytes <= 232448);
-  static_assert(kSplitColumns ? kQueries == 64 : kQueries == 128 && kHeadDim == 64);
+  static_assert(kQueries == 64);
 };
 
 template <class C>
@@ -78,21 +78,22 @@ __device__ __forceinline__ void produce_backward(const BackwardProblem& problem,
   barrier_expect_bytes(shared.keys_full(), 2 * C::kKeyBytes);
   copy_box(shared.k(), k_map, shared.keys_full(), 0, key, 0, t.head, batch);
   copy_box(shared.v(), v_map, shared.keys_full(), 0, key, 0, t.head, batch);
-  Ring<C::kStages> ring;
-  QueryWalk walk(problem, t);
-  for (int i = 0; i < walk.count; ++i) {
-    const int stage = ring.stage, row = t.lengths.start_q + walk.tile * C::kQueries;
-    const int64_t index = tile_index<C::kQueries>(problem, t.sequence, walk.head, walk.tile);
-    barrier_wait(shared.q_empty(stage), ring.parity ^ 1);
+  const Queries queries = Queries::of<C::kQueries>(problem, t);
+  for (int i = 0; i < queries.count; ++i) {
+    const int stage = stage_of<C::kStages>(i);
+    const uint32_t free = parity_of<C::kStages>(i) ^ 1;
+    const Queries::Place place = queries.at(i);
+    const int row = t.lengths.start_q + place.tile * C::kQueries;
+    const int head = t.head * problem.heads_per_key + place.head;
+    const int64_t index = queries.index(problem, place);
+    barrier_wait(shared.q_empty(stage), free);
     barrier_expect_bytes(shared.q_full(stage), C::kQueryBytes);
-    copy_box(shared.q(stage), q_map, shared.q_full(stage), 0, row, 0, walk.head, batch);
-    barrier_wait(shared.dout_empty(stage), ring.parity ^ 1);
+    copy_box(shared.q(stage), q_map, shared.q_full(stage), 0, row, 0, head, batch);
+    barrier_wait(shared.dout_empty(stage), free);
     barrier_expect_bytes(shared.dout_full(stage), C::kQueryBytes + C::kStatsBytes);
     copy_run(shared.stats(stage), problem.stats + index * 2 * C::kQueries, C::kStatsBytes,
              shared.dout_full(stage));
-    copy_box(shared.dout(stage), dout_map, shared.dout_full(stage), 0, row, 0, walk.head, batch);
-    ring.advance();
-    walk.advance();
+    copy_box(shared.dout(stage), dout_map, shared.dout_full(stage), 0, row, 0, head, batch);
   }
 }
 
@@ -128,14 +129,7 @@ class BackwardBase {
         shared_(shared),
         t_(t),
         consumer_(__shfl_sync(0xffffffff, threadIdx.x / 128 - 1, 0)),
-        walk_(problem, t) {
-    const int key = thread_key();
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const bool is_key = key + 8 * r < t.lengths.seqlen_k;
-      first_[r] = is_key ? key + 8 * r - t.diagonal - problem.right : kUnlimited;
-      last_[r] = key + 8 * r - t.diagonal + problem.left;
-    }
+        queries_(Queries::of<C::kQueries>(problem, t)) {
     const int first_key = t.tile * C::kKeys + (C::kWide ? 0 : 64 * consumer_);
     free_begin_ = first_key + 64 <= t.lengths.seqlen_k ? first_key + 63 - t.diagonal - problem.right : kUnlimited;
     free_end_ = first_key - t.diagonal + problem.left + 1;
@@ -176,6 +170,13 @@ class BackwardBase {
   __device__ __forceinline__ void to_probabilities_of(float (&s)[kScores], uint32_t (&p)[kScores / 2],
                                                       uint32_t stats, int query) const {
     const int column = 2 * (threadIdx.x % 4);
+    int first[2], last[2];  // the columns of the queries that see each of this thread's keys
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int key = thread_key() + 8 * r, at = key - t_.diagonal - query - column;
+      first[r] = key < t_.lengths.seqlen_k ? at - problem_.right : kUnlimited;
+      last[r] = at + problem_.left;
+    }
 #pragma unroll
     for (int j = 0; j < kScores / 4; ++j) {
       const float2 lse = load_pair(stats + (8 * j + column) * 4);
@@ -185,8 +186,8 @@ class BackwardBase {
         const float tanh = tanh_unit(s[4 * j + i] * problem_.inner);
         e[i] = exp2_unit(fmaf(problem_.outer, tanh, i % 2 ? -lse.y : -lse.x));
         if constexpr (kMasked) {
-          const int at = query + 8 * j + column + i % 2;
-          if (at < first_[i / 2] || at > last_[i / 2]) e[i] = 0.f;
+          const int at = 8 * j + i % 2;
+          if (at < first[i / 2] || at > last[i / 2]) e[i] = 0.f;
         }
         s[4 * j + i] = e[i] * fmaf(-tanh, tanh, 1.f);
       }
@@ -221,13 +222,15 @@ class BackwardBase {
     }
   }
 
-  // Adds this consumer's part of a tile of dq to the workspace.
-  __device__ __forceinline__ void add(const float (&dq)[C::kSums], int64_t index, int turn) const {
+  // Adds this consumer's part of dq of the i-th tile to the workspace.
+  __device__ __forceinline__ void add(const float (&dq)[C::kSums], int at) const {
+    const Queries::Place place = queries_.at(at);
+    const int64_t index = queries_.index(problem_, place);
     const int thread = threadIdx.x % 128;
     float* to = problem_.sums + index * (C::kQueries * C::kHeadDim) + consumer_ * C::kSums * 128 + thread * 4;
     int* turns = problem_.turns + 2 * index + consumer_;
     if (problem_.turns != nullptr) {
-      if (thread == 0) wait_for(turns, turn);
+      if (thread == 0) wait_for(turns, turn_of<C::kQueries, C::kKeys>(problem_, t_, place.tile));
       named_sync(1 + consumer_, 128);
     }
 #pragma unroll
@@ -243,8 +246,7 @@ class BackwardBase {
   const BackwardShared<C>& shared_;
   const KeyTile& t_;
   const int consumer_;
-  QueryWalk walk_;
-  int first_[2], last_[2];     // the queries that see each of this thread's keys
+  const Queries queries_;
   int free_begin_, free_end_;  // the queries that see all of this consumer's keys
 };
 
@@ -257,7 +259,7 @@ class BackwardConsumer : BackwardBase<C> {
 
   __device__ __forceinline__ void run() {
     float dk[C::kHeadDim / 2] = {}, dv[C::kHeadDim / 2] = {};
-    if (walk_.count > 0) attend(dk, dv);
+    if (queries_.count > 0) attend(dk, dv);
     this->write(dk, dv);
   }
 
@@ -268,13 +270,13 @@ class BackwardConsumer : BackwardBase<C> {
   using Base::release;
   using Base::shared_;
   using Base::t_;
-  using Base::walk_;
+  using Base::queries_;
   static constexpr int kScores = C::kQueries / 2;
 
   // keys queries^T; in flight afterwards.
   __device__ __forceinline__ void multiply(float (&s)[kScores], uint32_t keys, uint32_t queries) const {
-    const uint64_t a = row_descriptor(keys + consumer_ * 64 * 128);
-    const uint64_t b = row_descriptor(queries);
+    const uint64_t a = row_descriptor(fresh(keys + consumer_ * 64 * 128));
+    const uint64_t b = row_descriptor(fresh(queries));
     pin(s);
     wgmma_fence();
 #pragma unroll
@@ -289,7 +291,7 @@ class BackwardConsumer : BackwardBase<C> {
   // sum += p queries, for dv and dk; in flight afterwards.
   __device__ __forceinline__ void accumulate(float (&sum)[C::kHeadDim / 2], uint32_t (&p)[kScores / 2],
                                              uint32_t queries) const {
-    const uint64_t b = column_descriptor<C::kQueries>(queries);
+    const uint64_t b = column_descriptor<C::kQueries>(fresh(queries));
     pin(p);
     pin(sum);
     wgmma_fence();
@@ -303,14 +305,14 @@ class BackwardConsumer : BackwardBase<C> {
 
   // This consumer's part of dS k; in flight afterwards.
   __device__ __forceinline__ void multiply_keys(float (&dq)[C::kSums], uint32_t ds) const {
-    const uint32_t part = consumer_ * C::kKeys * 128;
-    const uint64_t a = column_descriptor<C::kKeys>(ds + (C::kSplitColumns ? 0 : part));
-    const uint64_t b = column_descriptor<C::kKeys>(shared_.k() + (C::kSplitColumns ? part : 0));
+    const uint32_t columns = consumer_ * (C::kHeadDim == 64 ? 64 : C::kKeys * 128);
+    const uint64_t a = column_descriptor<C::kKeys>(fresh(ds));
+    const uint64_t b = column_descriptor<C::kKeys>(fresh(shared_.k() + columns));
     pin(dq);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < C::kKeys / 16; ++step) {
-      Wgmma<64, C::kBf16>::ss_columns(dq, a + (step * 2048 >> 4), b + (step * 2048 >> 4), step != 0);
+      Wgmma<C::kHeadDim / 2, C::kBf16>::ss_columns(dq, a + (step * 2048 >> 4), b + (step * 2048 >> 4), step != 0);
     }
     wgmma_commit();
   }
@@ -328,77 +330,83 @@ class BackwardConsumer : BackwardBase<C> {
   }
 
   __device__ __forceinline__ void attend(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2]) {
-    float s[kScores], dp[kScores], dq[C::kSums];
-    uint32_t p[kScores / 2], ds[kScores / 2];
-    Ring<C::kStages> ring;
-    Ring<C::kScoreStages> written, read;
-    int64_t index = 0, index_before = 0;  // in the workspace: of this turn's tile, of the one whose dq is in flight
-    int turn = 0, turn_before = 0;
-    int stage_before = 0, ds_before = 0;
+    uint32_t ds[kScores / 2];
     barrier_wait(shared_.keys_full(), 0);
-    for (int i = 0; i < walk_.count; ++i) {
-      const int stage = ring.stage;
-      barrier_wait(shared_.q_full(stage), ring.parity);
-      multiply(s, shared_.k(), shared_.q(stage));
-      if (i > 0) {
-        // dk of the tile before, and dq of the one before that.
-        wgmma_wait<1>();
-        pin(dk);
-        pin(ds);
-        pin(dq);
-        release(shared_.q_empty(stage_before));
-        if (i > 1) {
-          release(shared_.ds_empty(ds_before));
-          this->add(dq, index_before, turn_before);
-        }
-      }
-      index_before = index;
-      turn_before = turn;
-      barrier_wait(shared_.dout_full(stage), ring.parity);
-      multiply(dp, shared_.v(), shared_.dout(stage));
-      index = tile_index<C::kQueries>(problem_, t_.sequence, walk_.head, walk_.tile);
-      turn = problem_.turns == nullptr ? 0 : turn_of<C::kQueries, C::kKeys>(problem_, t_, walk_.tile);
-      wgmma_wait<1>();
-      pin(s);
+    for (int i = 0; i < queries_.count; ++i) turn(i, dk, dv, ds);
+    finish_queries(queries_.count - 1);
+    wgmma_wait<0>();
+    pin(dk);
+    pin(ds);
+  }
+
+  // dq of the i-th tile, once both consumers have written their part of dS.
+  __device__ __forceinline__ void finish_queries(int i) const {
+    float dq[C::kSums];
+    const int stage = stage_of<C::kScoreStages>(i);
+    barrier_wait(shared_.ds_full(stage), parity_of<C::kScoreStages>(i));
+    multiply_keys(dq, shared_.ds(stage));
+    wgmma_wait<0>();
+    pin(dq);
+    release(shared_.ds_empty(stage));
+    this->add(dq, i);
+  }
+
+  // The i-th tile of queries.
+  __device__ __forceinline__ void turn(int i, float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2],
+                                       uint32_t (&ds)[kScores / 2]) {
+    float s[kScores], dp[kScores];
+    uint32_t p[kScores / 2];
+    const int stage = stage_of<C::kStages>(i);
+    barrier_wait(shared_.q_full(stage), parity_of<C::kStages>(i));
+    multiply(s, shared_.k(), shared_.q(stage));
+    barrier_wait(shared_.dout_full(stage), parity_of<C::kStages>(i));
+    multiply(dp, shared_.v(), shared_.dout(stage));
+    // The scores, and dk of the tile before.
+    wgmma_wait<1>();
+    pin(s);
+    pin(dk);
+    pin(ds);
+    if (i > 0) release(shared_.q_empty(stage_of<C::kStages>(i - 1)));
+    const uint32_t stats = shared_.stats(stage);
+    this->to_probabilities(s, p, stats, queries_.at(i).tile * C::kQueries);
+    accumulate(dv, p, shared_.dout(stage));
+    if constexpr (C::kTight) {
+      wgmma_wait<0>();
+      pin(dv);
       pin(p);
-      const uint32_t stats = shared_.stats(stage);
-      const int query = walk_.tile * C::kQueries;
-      this->to_probabilities(s, p, stats, query);
-      accumulate(dv, p, shared_.dout(stage));
+    } else {
       wgmma_wait<1>();
-      pin(dp);
-      this->to_gradients(s, dp, ds, stats);
-      barrier_wait(shared_.ds_empty(written.stage), written.parity ^ 1);
-      store(ds, shared_.ds(written.stage));
-      shared_fence();
-      __syncwarp();
-      release(shared_.ds_full(written.stage));
-      written.advance();
+    }
+    pin(dp);
+    this->to_gradients(s, dp, ds, stats);
+    const int written = stage_of<C::kScoreStages>(i);
+    barrier_wait(shared_.ds_empty(written), parity_of<C::kScoreStages>(i) ^ 1);
+    store(ds, shared_.ds(written));
+    shared_fence();
+    __syncwarp();
+    release(shared_.ds_full(written));
+    if constexpr (C::kTight) {
+      release(shared_.dout_empty(stage));
+      if (i > 0) finish_queries(i - 1);
+      accumulate(dk, ds, shared_.q(stage));
+    } else {
+      float dq[C::kSums];
+      const int before = stage_of<C::kScoreStages>(i - 1);
+      if (i > 0) {
+        barrier_wait(shared_.ds_full(before), parity_of<C::kScoreStages>(i - 1));
+        multiply_keys(dq, shared_.ds(before));
+      }
       accumulate(dk, ds, shared_.q(stage));
       wgmma_wait<1>();
       pin(dv);
       pin(p);
+      pin(dq);
       release(shared_.dout_empty(stage));
       if (i > 0) {
-        barrier_wait(shared_.ds_full(read.stage), read.parity);
-        multiply_keys(dq, shared_.ds(read.stage));
-        ds_before = read.stage;
-        read.advance();
+        release(shared_.ds_empty(before));
+        this->add(dq, i - 1);
       }
-      stage_before = stage;
-      ring.advance();
-      walk_.advance();
     }
-    wgmma_wait<0>();
-    pin(dk);
-    pin(ds);
-    pin(dq);
-    if (walk_.count > 1) this->add(dq, index_before, turn_before);
-    barrier_wait(shared_.ds_full(read.stage), read.parity);
-    multiply_keys(dq, shared_.ds(read.stage));
-    wgmma_wait<0>();
-    pin(dq);
-    this->add(dq, index, turn);
   }
 };
 

@@ -44,19 +44,20 @@ __global__ void __launch_bounds__(kEndThreads) prepare_kernel(const __grid_const
     }
 #pragma unroll
     for (int bit = kLanes / 2; bit > 0; bit /= 2) dot += __shfl_xor_sync(0xffffffff, dot, bit);
-    if (lane != 0) continue;
-    float lse = INFINITY, delta = 0.f;
-    if (row < l.seqlen_q) {
-      const int64_t at = packed ? head * p.total_q + l.start_q + row
-                                : (batch * p.heads_q + head) * p.seqlen_q + row;
-      const float natural = p.lse[at];
-      if (natural != -INFINITY) {
-        lse = natural * 1.4426950408889634f;
-        delta = p.dlse == nullptr ? dot : dot - p.dlse[at];
+    if (lane == 0) {
+      float lse = INFINITY, delta = 0.f;
+      if (row < l.seqlen_q) {
+        const int64_t at = packed ? head * p.total_q + l.start_q + row
+                                  : (batch * p.heads_q + head) * p.seqlen_q + row;
+        const float natural = p.lse[at];
+        if (natural != -INFINITY) {
+          lse = natural * 1.4426950408889634f;
+          delta = p.dlse == nullptr ? dot : dot - p.dlse[at];
+        }
       }
+      stats[i] = lse;
+      stats[C::kQueries + i] = delta;
     }
-    stats[i] = lse;
-    stats[C::kQueries + i] = delta;
   }
 }
 
@@ -82,8 +83,8 @@ __global__ void __launch_bounds__(kEndThreads) finish_kernel(const __grid_consta
   const int64_t batch = p.cu_seqlens_q == nullptr ? sequence : 0;
   const int64_t stride = static_cast<int64_t>(p.heads_q) * C::kHeadDim;
   uint16_t* dq = static_cast<uint16_t*>(p.dq) + (batch * p.seqlen_q + l.start_q) * stride + head * C::kHeadDim;
-  const int column = C::kSplitColumns ? part * C::kSums * 2 : 0;
-  const int row = tile * C::kQueries + (C::kSplitColumns ? 0 : 64 * part) + 16 * (thread / 32) + thread % 32 / 4;
+  const int column = part * C::kHeadDim / 2;
+  const int row = tile * C::kQueries + 16 * (thread / 32) + thread % 32 / 4;
   int end = min((tile + 1) * C::kQueries, l.seqlen_q);
   if (tail && tile == p.query_tiles - 1) end = l.seqlen_q;
   for (int step = 0; tile * C::kQueries + step < end; step += C::kQueries) {

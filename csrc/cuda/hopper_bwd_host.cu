@@ -46,7 +46,7 @@ struct Workspace {
 };
 
 Workspace layout(const BackwardArgs& b) {
-  const int queries = backward_queries(b.head_dim);
+  const int queries = kBackwardQueries;
   const bool packed = b.cu_seqlens_q != nullptr;
   Workspace w;
   w.tiles_a_head = packed ? b.total_q / queries + b.batch + 1 : (b.seqlen_q + queries - 1) / queries;
@@ -99,7 +99,7 @@ int backward(const BackwardArgs& args) {
   p.right = a.window_right < 0 || a.window_right > kUnlimited ? kUnlimited : a.window_right;
   if (a.causal) p.right = 0;
   p.sequences = a.batch + (packed ? 1 : 0);
-  const int queries = backward_queries(a.head_dim);
+  const int queries = kBackwardQueries;
   p.query_tiles = (a.seqlen_q + queries - 1) / queries;
   if (packed && p.query_tiles == 0) p.query_tiles = 1;  // the rows past the last sequence
   p.tiles_a_head = static_cast<int>(w.tiles_a_head);

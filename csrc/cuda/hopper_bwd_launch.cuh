@@ -8,8 +8,7 @@ namespace softcap_hopper {
 
 using BackwardArgs = softcap_hopper_bwd_args;
 
-// Queries a tile of each head_dim's kernel.
-constexpr int backward_queries(int head_dim) { return head_dim == 64 ? 128 : 64; }
+constexpr int kBackwardQueries = 64;  // a tile
 
 // One entry a head dimension, each in a file of its own so that they compile side by side.
 int launch_backward_d64(const BackwardArgs& args, const BackwardProblem& problem);
@@ -18,7 +17,7 @@ int launch_backward_d256(const BackwardArgs& args, const BackwardProblem& proble
 
 template <class C>
 int launch_backward(const BackwardArgs& a, BackwardProblem p) {
-  static_assert(C::kQueries == backward_queries(C::kHeadDim));
+  static_assert(C::kQueries == kBackwardQueries);
   const bool packed = p.cu_seqlens_q != nullptr;
   p.key_tiles = (a.seqlen_k + C::kKeys - 1) / C::kKeys;
   if (packed && p.key_tiles == 0) p.key_tiles = 1;  // the rows past the last sequence

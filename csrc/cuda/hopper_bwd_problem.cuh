@@ -108,25 +108,52 @@ __device__ __forceinline__ int turn_of(const BackwardProblem& p, const KeyTile& 
 }
 
 // The tiles of queries of one block in order: those of each head that shares the keys.
-class QueryWalk {
+class Queries {
  public:
-  __device__ __forceinline__ QueryWalk(const BackwardProblem& p, const KeyTile& t)
-      : head(t.head * p.heads_per_key), begin_(t.query_begin), end_(t.query_end) {
-    const int tiles = end_ - begin_;
-    count = tiles * p.heads_per_key;
+  struct Place {
+    int head, tile;  // within the group of heads; within the sequence
+  };
+
+  template <int kQueries>
+  static __device__ __forceinline__ Queries of(const BackwardProblem& p, const KeyTile& t) {
+    Queries q;
+    q.begin_ = t.query_begin;
+    q.tiles_ = t.query_end - t.query_begin;
+    q.count = q.tiles_ * p.heads_per_key;
+    q.index_ = static_cast<int>(tile_index<kQueries>(p, t.sequence, t.head * p.heads_per_key, 0));
     // Blocks that see all queries start at different ones, so that they do not all add to the same sums at once.
     const bool spread = p.turns == nullptr && p.right == kUnlimited && p.left == kUnlimited;
-    first_ = begin_ + (spread ? static_cast<int>(static_cast<int64_t>(t.tile) * tiles / p.key_tiles) : 0);
-    tile = first_;
+    q.offset_ = spread ? static_cast<int>(static_cast<int64_t>(t.tile) * q.tiles_ / p.key_tiles) : 0;
+    return q;
   }
-  __device__ __forceinline__ void advance() {
-    if (++tile == end_) tile = begin_;
-    if (tile == first_) ++head;
+
+  // Computed anew wherever it is needed: registers are dearer than a division.
+  __device__ __forceinline__ Place at(int i) const {
+    const int head = i / tiles_;
+    int tile = i - head * tiles_ + offset_;
+    if (tile >= tiles_) tile -= tiles_;
+    return {head, begin_ + tile};
   }
-  int head, tile, count;
+
+  // Where the workspace keeps the tile.
+  __device__ __forceinline__ int index(const BackwardProblem& p, Place place) const {
+    return index_ + place.head * p.tiles_a_head + place.tile;
+  }
+
+  int count;
 
  private:
-  int begin_, end_, first_;
+  int begin_, tiles_, index_, offset_;
 };
+
+// A place in a ring of stages that are used in turn, and the parity of its i-th use.
+template <int kStages>
+__device__ __forceinline__ int stage_of(int i) {
+  return i % kStages;
+}
+template <int kStages>
+__device__ __forceinline__ uint32_t parity_of(int i) {
+  return i / kStages & 1;
+}
 
 }  // namespace softcap_hopper

@@ -2,7 +2,7 @@
 // the same 64 keys and half of the columns each.
 //
 // Each computes the scores of half of the queries and hands P and dS to both through shared memory. The three products
-// that take them are issued when both halves are there; the scores of the next tile go in behind them.
+// that take them are issued when both halves are there, dq first; dv and dk run on beside the scores of the next tile.
 #pragma once
 
 #include "hopper_bwd_consumer.cuh"
@@ -18,7 +18,7 @@ class WideBackwardConsumer : BackwardBase<C> {
 
   __device__ __forceinline__ void run() {
     float dk[kColumns / 2] = {}, dv[kColumns / 2] = {};
-    if (walk_.count > 0) attend(dk, dv);
+    if (queries_.count > 0) attend(dk, dv);
     this->write(dk, dv);
   }
 
@@ -29,7 +29,7 @@ class WideBackwardConsumer : BackwardBase<C> {
   using Base::release;
   using Base::shared_;
   using Base::t_;
-  using Base::walk_;
+  using Base::queries_;
   static constexpr int kColumns = C::kHeadDim / 2;          // of one consumer
   static constexpr int kPart = kColumns / 64 * C::kQueries * 128;  // bytes from one consumer's columns to the other's
   static constexpr int kScores = C::kQueries / 4;
@@ -37,8 +37,8 @@ class WideBackwardConsumer : BackwardBase<C> {
 
   // keys queries^T for this consumer's half of the queries; in flight afterwards.
   __device__ __forceinline__ void multiply(float (&s)[kScores], uint32_t keys, uint32_t queries) const {
-    const uint64_t a = row_descriptor(keys);
-    const uint64_t b = row_descriptor(queries + consumer_ * C::kQueries / 2 * 128);
+    const uint64_t a = row_descriptor(fresh(keys));
+    const uint64_t b = row_descriptor(fresh(queries + consumer_ * C::kQueries / 2 * 128));
     pin(s);
     wgmma_fence();
 #pragma unroll
@@ -52,8 +52,8 @@ class WideBackwardConsumer : BackwardBase<C> {
   // sum += p queries, for dv and dk, or dq = ds^T keys; in flight afterwards.
   template <bool kTransposed>
   __device__ __forceinline__ void accumulate(float (&sum)[kColumns / 2], uint32_t p, uint32_t rows) const {
-    const uint64_t a = kTransposed ? column_descriptor<64>(p) : row_descriptor(p);
-    const uint64_t b = column_descriptor<64>(rows + consumer_ * kPart);
+    const uint64_t a = kTransposed ? column_descriptor<64>(fresh(p)) : row_descriptor(fresh(p));
+    const uint64_t b = column_descriptor<64>(fresh(rows + consumer_ * kPart));
     pin(sum);
     wgmma_fence();
 #pragma unroll
@@ -80,63 +80,55 @@ class WideBackwardConsumer : BackwardBase<C> {
   }
 
   __device__ __forceinline__ void attend(float (&dk)[kColumns / 2], float (&dv)[kColumns / 2]) {
-    float s[kScores], dp[kScores], dq[C::kSums];
-    uint32_t p[kScores / 2], ds[kScores / 2];
-    Ring<C::kStages> ring;
-    Ring<C::kScoreStages> scores;
-    int64_t index = 0;
-    int turn = 0;
     barrier_wait(shared_.keys_full(), 0);
-    barrier_wait(shared_.q_full(0), 0);
-    multiply(s, shared_.k(), shared_.q(0));
-    for (int i = 0;; ++i) {
-      const int stage = ring.stage;
-      barrier_wait(shared_.dout_full(stage), ring.parity);
-      multiply(dp, shared_.v(), shared_.dout(stage));
-      index = tile_index<C::kQueries>(problem_, t_.sequence, walk_.head, walk_.tile);
-      turn = problem_.turns == nullptr ? 0 : turn_of<C::kQueries, C::kKeys>(problem_, t_, walk_.tile);
+    turn<true>(0, dk, dv);
+    for (int i = 1; i < queries_.count; ++i) turn<false>(i, dk, dv);
+    wgmma_wait<0>();
+    pin(dv);
+    pin(dk);
+  }
+
+  // The i-th tile of queries.
+  template <bool kFirst>
+  __device__ __forceinline__ void turn(int i, float (&dk)[kColumns / 2], float (&dv)[kColumns / 2]) {
+    float s[kScores], dp[kScores];
+    uint32_t p[kScores / 2], ds[kScores / 2];
+    const int stage = stage_of<C::kStages>(i), scores = stage_of<C::kScoreStages>(i);
+    barrier_wait(shared_.q_full(stage), parity_of<C::kStages>(i));
+    multiply(s, shared_.k(), shared_.q(stage));
+    if constexpr (!kFirst) {
+      // dv and dk of the tile before.
       wgmma_wait<1>();
-      pin(s);
-      const uint32_t stats = shared_.stats(stage) + consumer_ * C::kQueries / 2 * 4;
-      this->to_probabilities(s, p, stats, walk_.tile * C::kQueries + consumer_ * C::kQueries / 2);
-      barrier_wait(shared_.ds_empty(scores.stage), scores.parity ^ 1);
-      store(p, shared_.p(scores.stage));
-      wgmma_wait<0>();
-      pin(dp);
-      this->to_gradients(s, dp, ds, stats);
-      store(ds, shared_.ds(scores.stage));
-      shared_fence();
-      __syncwarp();
-      release(shared_.ds_full(scores.stage));
-      barrier_wait(shared_.ds_full(scores.stage), scores.parity);
-      accumulate<true>(dq, shared_.ds(scores.stage), shared_.k());
-      accumulate<false>(dv, shared_.p(scores.stage), shared_.dout(stage));
-      accumulate<false>(dk, shared_.ds(scores.stage), shared_.q(stage));
-      ring.advance();
-      walk_.advance();
-      const bool last = i + 1 == walk_.count;
-      if (!last) {
-        barrier_wait(shared_.q_full(ring.stage), ring.parity);
-        multiply(s, shared_.k(), shared_.q(ring.stage));
-        wgmma_wait<3>();
-      } else {
-        wgmma_wait<2>();
-      }
-      pin(dq);
-      this->add(dq, index, turn);
-      if (last) {
-        wgmma_wait<0>();
-      } else {
-        wgmma_wait<1>();
-      }
       pin(dv);
       pin(dk);
-      release(shared_.dout_empty(stage));
-      release(shared_.q_empty(stage));
-      release(shared_.ds_empty(scores.stage));
-      scores.advance();
-      if (last) return;
+      release(shared_.dout_empty(stage_of<C::kStages>(i - 1)));
+      release(shared_.q_empty(stage_of<C::kStages>(i - 1)));
+      release(shared_.ds_empty(stage_of<C::kScoreStages>(i - 1)));
     }
+    barrier_wait(shared_.dout_full(stage), parity_of<C::kStages>(i));
+    multiply(dp, shared_.v(), shared_.dout(stage));
+    wgmma_wait<1>();
+    pin(s);
+    const int query = consumer_ * C::kQueries / 2;
+    const uint32_t stats = shared_.stats(stage) + query * 4;
+    this->to_probabilities(s, p, stats, queries_.at(i).tile * C::kQueries + query);
+    barrier_wait(shared_.ds_empty(scores), parity_of<C::kScoreStages>(i) ^ 1);
+    store(p, shared_.p(scores));
+    wgmma_wait<0>();
+    pin(dp);
+    this->to_gradients(s, dp, ds, stats);
+    store(ds, shared_.ds(scores));
+    shared_fence();
+    __syncwarp();
+    release(shared_.ds_full(scores));
+    barrier_wait(shared_.ds_full(scores), parity_of<C::kScoreStages>(i));
+    float dq[C::kSums];
+    accumulate<true>(dq, shared_.ds(scores), shared_.k());
+    accumulate<false>(dv, shared_.p(scores), shared_.dout(stage));
+    accumulate<false>(dk, shared_.ds(scores), shared_.q(stage));
+    wgmma_wait<2>();
+    pin(dq);
+    this->add(dq, i);
   }
 };
 

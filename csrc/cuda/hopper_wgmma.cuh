@@ -50,6 +50,13 @@ __device__ __forceinline__ void pin(uint32_t (&x)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
 
+// An address that the compiler cannot carry over from elsewhere: descriptors are cheaper to make anew than to keep in
+// registers.
+__device__ __forceinline__ uint32_t fresh(uint32_t address) {
+  asm volatile("" : "+r"(address));
+  return address;
+}
+
 // Operand lists, one an n: the registers as the instruction text names them, and as the compiler binds them.
 #define SOFTCAP_D8(i)                                                                         \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
