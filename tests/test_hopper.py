@@ -14,8 +14,8 @@ import fake_flash
 import fake_hopper
 import pytest
 import torch
-from helpers import norm
-from samples import SAMPLES, Sample, each_dtype, named
+from helpers import check_parity, norm, through
+from samples import SAMPLES, Sample, each_dtype, each_sample_and_heat, named
 
 from softcap_ops import UnsupportedError, available_backends, backends
 from softcap_ops._arguments import Options, Packing, resolve
@@ -45,7 +45,7 @@ def but(**changes: Any) -> Problem:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_hopper.FakeLibrary]:
     fake_flash.forget(monkeypatch)
-    monkeypatch.setattr(hopper, "_prober", _flash.Prober(hopper.forward, hopper.backward))
+    monkeypatch.setattr(hopper, "_prober", _flash.Prober(hopper._launch, hopper._launch_backward))
     yield fake_hopper.install(monkeypatch)
     monkeypatch.undo()
     fake_flash.clear_caches()
@@ -61,11 +61,12 @@ def test_it_is_preferred_where_it_serves(library: fake_hopper.FakeLibrary, monke
     for packed in (False, True):
         for dtype in (torch.bfloat16, torch.float16):
             for window in ((-1, -1), (7, -1)):
-                assert select(but(packed=packed, dtype=dtype, window=window)) is hopper
-    assert select(but(needs_backward=True)).NAME == "fa3"
-    monkeypatch.delenv("SOFTCAP_OPS_FA3")
-    select.cache_clear()
-    assert select(but(needs_backward=True)).NAME == "fa2"
+                for needs_backward in (False, True):
+                    problem = but(packed=packed, dtype=dtype, window=window, needs_backward=needs_backward)
+                    assert select(problem) is hopper
+    assert select(but(needs_backward=True, deterministic=True, head_dim=256)) is hopper
+    assert select(but(head_dim=96)).NAME == "fa3"
+    assert select(but(softcap=0.0)).NAME == "fa3"
 
 
 def test_few_queries_go_to_a_kernel_that_splits_the_keys(
@@ -82,11 +83,18 @@ def test_few_queries_go_to_a_kernel_that_splits_the_keys(
 def test_what_counts_as_few_queries() -> None:
     p = resolve(Options(50.0), 8)
     cu = torch.tensor([0, 5, 40], dtype=torch.int32)
-    for rows, few in ((1, True), (16, True), (17, False)):
-        q, k = torch.zeros(2, rows, 4, 8), torch.zeros(2, 20, 2, 8)
+    for heads, rows, keys, few in (
+        (4, 1, 1024, True),
+        (4, 1, 1023, False),
+        (64, 1, 5000, True),
+        (4, 7 * 128, 5000, True),
+        (4, 7 * 128 + 1, 5000, False),
+        (4, 7 * 128, 1000, False),
+    ):
+        q, k = torch.empty(2, rows, heads, 8), torch.empty(2, keys, 2, 8)
         assert Problem.of(q, k, None, p, needs_backward=False).few_queries is few
-        q = torch.zeros(40, 4, 8)
-        assert Problem.of(q, q, Packing(cu, cu, rows, 40), p, needs_backward=False).few_queries is few
+        q, k = torch.empty(40, heads, 8), torch.empty(40, 2, 8)
+        assert Problem.of(q, k, Packing(cu, cu, rows, keys), p, needs_backward=False).few_queries is few
 
 
 @pytest.mark.parametrize(
@@ -99,7 +107,6 @@ def test_what_counts_as_few_queries() -> None:
         ({"head_dim": 96}, "head_dim 64, 128 and 256, got 96"),
         ({"softcap": 0.0}, "soft-capped attention only"),
         ({"softcap": 1e35}, "float32's range"),
-        ({"needs_backward": True}, "no backward yet"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
 )
@@ -114,8 +121,8 @@ def test_one_trial_a_kind(library: fake_hopper.FakeLibrary) -> None:
     for softcap in (5.0, 30.0, 50.0):
         select(but(softcap=softcap))
     assert len(library.calls) == 1
-    select(but(head_dim=64))
-    assert len(library.calls) == 2
+    select(but(head_dim=64, needs_backward=True))
+    assert len(library.calls) == 3
 
 
 def test_a_library_that_drops_the_cap(library: fake_hopper.FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,19 +204,15 @@ def test_the_header_is_read_as_c_reads_it(direction: str, tmp_path: Path) -> Non
 # ---- the adapter -------------------------------------------------------------------------------------------------
 
 
-def resized(head_dim: int) -> list[Sample]:
+def resized(head_dim: int) -> tuple[Sample, ...]:
     """The table of samples at a head_dim of the kernel, without those that are about another one or about no cap."""
-    return [
-        dataclasses.replace(s, head_dim=head_dim) for s in SAMPLES if s.softcap and not s.name.startswith("head_dim")
-    ]
+    capped = (s for s in SAMPLES if s.softcap and not s.name.startswith("head_dim"))
+    return tuple(dataclasses.replace(s, head_dim=head_dim) for s in capped)
 
 
-@pytest.mark.parametrize("hot", [False, True], ids=["cold", "hot"])
-@pytest.mark.parametrize("sample", resized(64), ids=str)
+@each_sample_and_heat(resized(64))
 def test_forward(library: fake_hopper.FakeLibrary, sample: Sample, hot: bool) -> None:
     """Every row of the table, whatever its strides, reaches the library as it is and comes back as the contract says."""
-    if hot and hot not in sample.heats:
-        pytest.skip("no score, no heat")
     x = sample.inputs(torch.bfloat16, hot=hot)
     packing = Packing(**sample.packing()) if sample.packed else None
     p = resolve(Options(sample.softcap, sample.scale, sample.causal, *sample.window), sample.head_dim)
@@ -224,6 +227,32 @@ def test_forward(library: fake_hopper.FakeLibrary, sample: Sample, hot: bool) ->
     if hot:
         _, uncapped = sample.reference(*(t.float() for t in x.qkv), softcap=None)
         assert (lse - uncapped).nan_to_num(0.0, 0.0, 0.0).abs().max() > 0.1 * sample.softcap
+
+
+@each_sample_and_heat(resized(64))
+def test_parity(library: fake_hopper.FakeLibrary, sample: Sample, hot: bool) -> None:
+    """Outputs and gradients of a loss on both outputs."""
+    x = sample.inputs(torch.bfloat16, hot=hot)
+    check_parity(sample, x, hot=hot, attention=through(hopper, sample))
+
+
+@pytest.mark.parametrize("loss", ["out", "lse"])
+@pytest.mark.parametrize("sample", named("decode_gqa", "gemma2_local", "packed_empty_sequences"), ids=str)
+def test_loss_on_one_output(library: fake_hopper.FakeLibrary, sample: Sample, loss: str) -> None:
+    x = sample.inputs(torch.bfloat16)
+    x.dlse[torch.isneginf(sample.reference(*x.qkv)[1])] = float("nan")  # rows without a key
+    check_parity(sample, x, hot=False, loss=loss, attention=through(hopper, sample))
+
+
+def test_gradients_not_asked_for_have_no_elements(library: fake_hopper.FakeLibrary) -> None:
+    """case 40."""
+    (sample,) = named("gemma2_global")
+    x = sample.inputs(torch.bfloat16)
+    p = resolve(Options(sample.softcap, deterministic=True), sample.head_dim)
+    out, lse = hopper.forward(*x.qkv, None, p)
+    grads = hopper.backward(x.dout, None, *x.qkv, out, lse, None, p, (False, True, False))
+    assert [g.numel() for g in grads] == [0, x.k.numel(), 0]
+    assert (library.calls[-1].deterministic, library.calls[-1].dlse, library.calls[-1].stream) == (1, None, 0x5757)
 
 
 @each_dtype((torch.bfloat16, torch.float16))

@@ -51,11 +51,9 @@ int launch_backward(const BackwardArgs& a, BackwardProblem p) {
   if (error != kOk) return error;
 
   const auto kernel = backward_kernel<C>;
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes) !=
-      cudaSuccess) {
-    cudaGetLastError();
-    return kErrorDevice;
-  }
+  static std::atomic<uint64_t> allowed;
+  error = allow_shared(reinterpret_cast<const void*>(kernel), C::kSharedBytes, &allowed);
+  if (error != kOk) return error;
   const auto stream = static_cast<cudaStream_t>(a.stream);
   if (prepared > 0) prepare_kernel<C><<<static_cast<int>(prepared), kEndThreads, 0, stream>>>(p);
   if (rounds > 0) {

@@ -69,13 +69,30 @@ void fill_polynomial(CapConstants* cap, int coefficients, int keys) {
 }
 
 int multiprocessors() {
+  static std::atomic<int> known[64];  // by device, to ask the driver once
   int device = 0, count = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
+  if (cudaGetDevice(&device) != cudaSuccess) device = -1;
+  if (device >= 0 && device < 64 && (count = known[device].load(std::memory_order_relaxed)) != 0) return count;
+  if (device < 0 ||
       cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
     cudaGetLastError();
     return 0;
   }
+  if (device < 64) known[device].store(count, std::memory_order_relaxed);
   return count;
+}
+
+int allow_shared(const void* kernel, int bytes, std::atomic<uint64_t>* allowed) {
+  int device = 64;
+  const bool known = cudaGetDevice(&device) == cudaSuccess && device < 64;
+  const uint64_t bit = known ? uint64_t{1} << device : 0;
+  if (allowed->load(std::memory_order_relaxed) & bit) return kOk;
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) != cudaSuccess) {
+    cudaGetLastError();
+    return kErrorDevice;
+  }
+  allowed->fetch_or(bit, std::memory_order_relaxed);
+  return kOk;
 }
 
 int encode_map(CUtensorMap* map, const void* data, int head_dim, int dtype, int64_t tokens, int heads,

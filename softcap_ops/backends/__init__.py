@@ -30,7 +30,7 @@ _TABLE: tuple[ModuleType, ...] = (hopper, fa3, fa2, cpu)
 def _ordered(problem: Problem) -> list[ModuleType]:
     """The table in order of preference for `problem`.
 
-    With few queries a sequence, only splitting the keys over blocks fills a GPU: FlashAttention-2 does, hopper does not.
+    With few queries only splitting the keys over blocks fills a GPU: FlashAttention-2 does, hopper does not.
     """
     return sorted(_TABLE, key=lambda backend: backend is hopper and problem.few_queries)
 

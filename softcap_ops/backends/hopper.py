@@ -1,7 +1,7 @@
-"""Our own Hopper kernel (csrc/cuda): capped attention that costs hardly more than attention, on compute capability 9.0.
+"""Our own Hopper kernels (csrc/cuda): capped attention that costs hardly more than attention, on compute capability 9.0.
 
-The kernels are a C library beside this package, built where nvcc is, and called through ctypes: no Torch in it, so one
-build serves every torch and Python. It has no backward yet: calls that will need one go to the next backend.
+They are a C library beside this package, built where nvcc is, and called through ctypes: no Torch in it, so one build
+serves every torch and Python.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _fake
+from .. import _fake, _validation
 from .._arguments import Packing, Parameters
-from ..errors import UnsupportedError
 from . import _flash
 from .problem import Problem, Refusal
 
@@ -79,8 +78,6 @@ def support_error(problem: Problem) -> str | None:
         return "soft-capped attention only: without a cap there is no bound for it to use"
     if not 1e-30 <= problem.softcap < 1e30:
         return f"scale / softcap leaves float32's range at softcap {problem.softcap}"
-    if problem.needs_backward:
-        return "it has no backward yet"
     return None
 
 
@@ -98,7 +95,8 @@ def probe_error(problem: Problem) -> str | None:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, p: Parameters) -> tuple[Tensor, Tensor]:
     q, k, v = _flash._readable(q), _flash._readable(k), _flash._readable(v)
-    out, lse = _fake.empty_outputs(q)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(_validation.lse_shape_of(q), dtype=torch.float32, device=q.device)
     pointers, sizes = _packing(q, k, packing)
     left, right = p.window
     arguments = _FORWARD.pack(
@@ -127,6 +125,28 @@ def backward(
     out, dout, lse = _flash._readable(out), _flash._readable(dout), lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     grads = dq, dk, dv = _fake.empty_gradients(q, k, v)
+    _launch_backward(dout, q, k, v, out, lse, packing, p, dq, dk, dv, dlse)
+    if False in output_mask:
+        dq, dk, dv = (g if wanted else g.new_empty(0) for g, wanted in zip(grads, output_mask, strict=True))
+        return dq, dk, dv
+    return grads
+
+
+def _launch_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    packing: Packing | None,
+    p: Parameters,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dlse: Tensor | None = None,
+) -> None:
+    """Writes dq, dk and dv; every tensor as the kernel reads it."""
     pointers, sizes = _packing(q, k, packing)
     left, right = p.window
     arguments = _BACKWARD.pack(
@@ -137,14 +157,10 @@ def backward(
         p.softcap, p.scale, _stream(q.device),
     )  # fmt: skip
     library = _load()
-    workspace = q.new_empty(library.softcap_hopper_bwd_workspace(arguments), dtype=torch.uint8)
+    workspace = torch.empty(library.softcap_hopper_bwd_workspace(arguments), dtype=torch.uint8, device=q.device)
     address = workspace.data_ptr().to_bytes(8, sys.byteorder)
     arguments = arguments[:_WORKSPACE_AT] + address + arguments[_WORKSPACE_AT + 8 :]
     _call(library.softcap_hopper_bwd, arguments, q.device)
-    if False in output_mask:
-        dq, dk, dv = (g if wanted else g.new_empty(0) for g, wanted in zip(grads, output_mask, strict=True))
-        return dq, dk, dv
-    return grads
 
 
 def _strides(t: Tensor) -> tuple[int, ...]:
@@ -171,4 +187,5 @@ def _call(function: Any, arguments: bytes, device: torch.device) -> None:
         raise RuntimeError(f"softcap_ops: the Hopper kernel failed: {_load().softcap_hopper_error_string(code).decode()}")
 
 
-_prober = _flash.Prober(forward, backward)
+_launch = forward
+_prober = _flash.Prober(_launch, _launch_backward)

@@ -12,8 +12,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .._arguments import Packing, Parameters
 
-# Decoding with a few tokens of look-ahead.
-_FEW_QUERIES = 16
+# Below this many tiles of 128 queries, half a large GPU has nothing to do unless the keys are split over blocks, which
+# pays from this many keys on.
+_FEW_TILES, _MANY_KEYS = 64, 1024
 
 # The y and z sides of a CUDA grid, where FlashAttention puts the sequences of a batch.
 _MAX_GRID = 65535
@@ -53,7 +54,7 @@ class Problem:
     deterministic: bool
     needs_backward: bool
     over_grid: bool = False  # more sequences than one CUDA grid takes
-    few_queries: bool = False  # in each sequence: decoding, or nearly
+    few_queries: bool = False  # decoding, or so little besides that only splitting the keys fills a GPU
 
     @classmethod
     def of(
@@ -73,16 +74,17 @@ def facts(q: Tensor, k: Tensor, packing: Packing | None, p: Parameters, needs_ba
         else:
             causal, window = effective_mask(causal, window, packing.max_seqlen_q, packing.max_seqlen_k)
     if packing is None:
-        batch, queries = q.shape[0], q.shape[1]
+        batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
     else:
-        batch, queries = packing.cu_seqlens_q.shape[0] - 1, packing.max_seqlen_q
+        batch, queries, keys = packing.cu_seqlens_q.shape[0] - 1, packing.max_seqlen_q, packing.max_seqlen_k
+    heads = q.shape[-2]
     return (
         device.type,
         device.index,
         _capability(device.index) if device.type == "cuda" else None,
         q.dtype,
         q.shape[-1],
-        q.shape[-2],
+        heads,
         k.shape[-2],
         packing is not None,
         p.softcap,
@@ -91,7 +93,7 @@ def facts(q: Tensor, k: Tensor, packing: Packing | None, p: Parameters, needs_ba
         p.deterministic,
         needs_backward,
         batch > _MAX_GRID,
-        queries <= _FEW_QUERIES,
+        keys >= _MANY_KEYS and (queries == 1 or batch * heads * (queries + 127 >> 7) < _FEW_TILES),
     )
 
 
