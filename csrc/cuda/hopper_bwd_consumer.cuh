@@ -135,7 +135,9 @@ class BackwardBase {
     free_end_ = first_key - t.diagonal + problem.left + 1;
   }
 
+  // Once the whole warp is done.
   __device__ __forceinline__ void release(uint32_t barrier) const {
+    __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
   }
 
@@ -383,7 +385,6 @@ class BackwardConsumer : BackwardBase<C> {
     barrier_wait(shared_.ds_empty(written), parity_of<C::kScoreStages>(i) ^ 1);
     store(ds, shared_.ds(written));
     shared_fence();
-    __syncwarp();
     release(shared_.ds_full(written));
     if constexpr (C::kTight) {
       release(shared_.dout_empty(stage));

@@ -119,7 +119,6 @@ class WideBackwardConsumer : BackwardBase<C> {
     this->to_gradients(s, dp, ds, stats);
     store(ds, shared_.ds(scores));
     shared_fence();
-    __syncwarp();
     release(shared_.ds_full(scores));
     barrier_wait(shared_.ds_full(scores), parity_of<C::kScoreStages>(i));
     float dq[C::kSums];

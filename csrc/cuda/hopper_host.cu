@@ -2,7 +2,6 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <math.h>
-#include <string.h>
 
 #include "hopper_launch.cuh"
 
@@ -109,11 +108,18 @@ int encode_map(CUtensorMap* map, const void* data, int head_dim, int dtype, int6
                                  bytes(stride_batch, batch)};
   const cuuint32_t box[5] = {64, static_cast<cuuint32_t>(rows), static_cast<cuuint32_t>(head_dim / 64), 1, 1};
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  const CUresult result = encode(
-      map, dtype == SOFTCAP_HOPPER_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-      5, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? kOk : kErrorTensorMap;
+  const auto type =
+      dtype == SOFTCAP_HOPPER_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const auto try_it = [&] {
+    return encode(map, type, 5, const_cast<void*>(data), sizes, strides, box, steps,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  };
+  if (try_it()) return kOk;
+  // A thread that has made no runtime call yet, as those of an autograd engine, has no context.
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || cudaSetDevice(device) != cudaSuccess) cudaGetLastError();
+  return try_it() ? kOk : kErrorTensorMap;
 }
 
 int check(const Args* a) {
