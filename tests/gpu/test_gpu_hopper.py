@@ -53,8 +53,9 @@ def test_inference(sample: Sample, hot: bool, dtype: torch.dtype) -> None:
     floor = torch.finfo(dtype).eps / 2 * norm(ref_out)
     assert norm(out.double() - ref_out) <= max(2 * norm(eager_out.double() - ref_out), floor)
     finite = lse.isfinite()
-    # tanh.approx and the polynomial are off by at most 2e-5, which is that many caps of a score.
-    assert norm((lse.double() - ref_lse)[finite]) <= 2e-5 * sample.softcap * math.sqrt(max(1, int(finite.sum()))) + 1e-5
+    # tanh.approx and the polynomial are off by at most 2e-5, which is that many caps of a score; of the exponentials a
+    # quarter are by up to 1e-4.
+    assert norm((lse.double() - ref_lse)[finite]) <= (2e-5 * sample.softcap + 5e-5) * math.sqrt(int(finite.sum()))
 
 
 @each_dtype(HALF)
