@@ -25,6 +25,7 @@ from hopper_check import CASES, KINDS, SHAPES, SOFTCAPS, Library, draw, flops, g
 from softcap_ops import reference
 
 NAMES = ("dq", "dk", "dv")
+INPUTS = ("q", "k", "v", "out", "dout")
 
 
 class BwdArgs(ctypes.Structure):
@@ -32,18 +33,26 @@ class BwdArgs(ctypes.Structure):
 
     _fields_: ClassVar[Any] = (
         [("struct_size", ctypes.c_uint64)]
-        + [
-            (n, ctypes.c_void_p)
-            for n in "q k v out dout lse dlse dq dk dv workspace cu_seqlens_q cu_seqlens_k".split()
-        ]
-        + [(f"{t}_stride_{d}", ctypes.c_int64) for t in "q k v out dout".split() for d in "batch token head".split()]
+        + [(n, ctypes.c_void_p) for n in ("q", "k", "v", "out", "dout", "lse", "dlse", *NAMES, "workspace")]
+        + [(n, ctypes.c_void_p) for n in ("cu_seqlens_q", "cu_seqlens_k")]
+        + [(f"{t}_stride_{d}", ctypes.c_int64) for t in INPUTS for d in ("batch", "token", "head")]
         + [(n, ctypes.c_int64) for n in ("total_q", "total_k")]
         + [
             (n, ctypes.c_int32)
             for n in (
-                "batch seqlen_q seqlen_k heads_q heads_k head_dim dtype causal window_left window_right deterministic "
-                "reserved"
-            ).split()
+                "batch",
+                "seqlen_q",
+                "seqlen_k",
+                "heads_q",
+                "heads_k",
+                "head_dim",
+                "dtype",
+                "causal",
+                "window_left",
+                "window_right",
+                "deterministic",
+                "reserved",
+            )
         ]
         + [("softcap", ctypes.c_float), ("scale", ctypes.c_float), ("stream", ctypes.c_void_p)]
     )
@@ -73,7 +82,7 @@ class BackwardLibrary(Library):
         for name, x in (*tensors.items(), *zip(NAMES, grads, strict=True)):
             setattr(a, name, None if x is None else x.data_ptr())
         packed = cu[0] is not None
-        for name in ("q", "k", "v", "out", "dout"):
+        for name in INPUTS:
             s = (0, *tensors[name].stride())[-4:-1]
             for d, stride in zip(("batch", "token", "head"), s, strict=True):
                 setattr(a, f"{name}_stride_{d}", stride)
@@ -149,7 +158,8 @@ def check_dense(name: Any, lib: Any, head_dims: Any, seed: Any, failures: Any, d
                 same = gradients((q, k, v), dout, dlse, options, dtype)
                 tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": dlse}
                 floors = rounding((q, k, v), out, lse, dout, options)
-                problems, results = [], {}
+                problems: list[str] = []
+                results: dict[str, Any] = {}
                 for deterministic in (False, True, True):
                     grads, guards = zip(*(guarded(x.shape, dtype, math.nan) for x in (q, k, v)), strict=True)
                     a = lib.fill_backward(tensors, grads, *options, deterministic=deterministic)
@@ -237,7 +247,7 @@ def peers(names: Any, q: Any, k: Any, v: Any, dout: Any, softcap: Any, causal: A
         leaves = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             out = torch.nn.functional.scaled_dot_product_attention(
-                *leaves, is_causal=causal, enable_gqa=q.shape[2] != k.shape[2]
+                leaves[0], leaves[1], leaves[2], is_causal=causal, enable_gqa=q.shape[2] != k.shape[2]
             )
         g = dout.transpose(1, 2)
         found["cudnn nocap"] = lambda: torch.autograd.grad(out, leaves, g, retain_graph=True)
@@ -297,9 +307,7 @@ def time_all(libs: Any, shapes: Any, names: Any, rounds: Any, softcap: Any, kind
                 tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": None}
                 for deterministic in (False, True) if in_turns else (False,):
                     grads = [torch.empty_like(x) for x in (q, k, v)]
-                    a = lib.fill_backward(
-                        tensors, grads, softcap, d**-0.5, causal, win, deterministic=deterministic
-                    )
+                    a = lib.fill_backward(tensors, grads, softcap, d**-0.5, causal, win, deterministic=deterministic)
                     label = f"{name} in turns" if deterministic else name
                     runs[label] = functools.partial(lib.run_backward, a)
             runs |= peers(names, q, k, v, dout, softcap, causal, window)

@@ -134,4 +134,3 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     monkeypatch.setattr(hopper, "_load", functools.cache(lambda: library))
     monkeypatch.setattr(hopper, "_stream", lambda device: 0x5757)
     return library
-

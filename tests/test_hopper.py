@@ -212,7 +212,7 @@ def resized(head_dim: int) -> tuple[Sample, ...]:
 
 @each_sample_and_heat(resized(64))
 def test_forward(library: fake_hopper.FakeLibrary, sample: Sample, hot: bool) -> None:
-    """Every row of the table, whatever its strides, reaches the library as it is and comes back as the contract says."""
+    """Every row of the table, whatever its strides, reaches the library and comes back as the contract says."""
     x = sample.inputs(torch.bfloat16, hot=hot)
     packing = Packing(**sample.packing()) if sample.packed else None
     p = resolve(Options(sample.softcap, sample.scale, sample.causal, *sample.window), sample.head_dim)
@@ -274,9 +274,7 @@ def test_a_window_of_any_size(library: fake_hopper.FakeLibrary) -> None:
     assert (library.calls[-1].window_left, library.calls[-1].window_right) == (2**30, 3)
 
 
-def test_an_error_of_the_library_is_raised(
-    library: fake_hopper.FakeLibrary, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_library_is_raised(library: fake_hopper.FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "softcap_hopper_fwd", lambda arguments: 14)
     q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="the Hopper kernel failed: the driver refused a tensor map"):

@@ -1,10 +1,10 @@
-// Backward kernel: one producer warp keeps bulk copies of q and dout in flight, two consumer warpgroups own 64 keys
-// each.
+// Backward kernel: one producer warp keeps bulk copies of q and dout in flight, two consumer warpgroups own
+// 64 keys each.
 //
-// Scores are computed transposed, keys by queries: a consumer's probabilities and their gradients are then, as they
-// lie in registers, the left operands of dv += P^T dout and dk += dS^T q. Only dq = dS k crosses the consumers: dS goes
-// through shared memory, and the product of one tile is issued behind those of the next, so that neither consumer
-// waits for the other.
+// Scores are computed transposed, keys by queries: a consumer's probabilities and their gradients are then,
+// as they lie in registers, the left operands of dv += P^T dout and dk += dS^T q. Only dq = dS k crosses the
+// consumers: dS goes through shared memory, and the product of one tile is issued behind those of the next,
+// so that neither consumer waits for the other.
 #pragma once
 
 #include "hopper_bwd_problem.cuh"
@@ -24,14 +24,15 @@ struct BackwardConfig {
 
   static constexpr bool kWide = kHeadDim > 128;  // see hopper_bwd_wide.cuh
   static constexpr int kKeys = kWide ? 64 : 128;
-  static constexpr int kScoreStages = kWide ? 2 : 3;             // tiles of dS
+  static constexpr int kScoreStages = kWide ? 2 : 3;              // tiles of dS
   static constexpr int kScoreTiles = kScoreStages * (1 + kWide);  // and, wide, of P
   static constexpr int kThreads = 384;
   static constexpr int kKeyBytes = kKeys * kHeadDim * 2;
   static constexpr int kQueryBytes = kQueries * kHeadDim * 2;
   static constexpr int kScoreBytes = kKeys * kQueries * 2;
   static constexpr int kStatsBytes = 2 * kQueries * 4;
-  static constexpr int kSums = kQueries * kHeadDim / 256;  // a consumer has half of the columns of a tile of dq
+  static constexpr int kSums =
+      kQueries * kHeadDim / 256;  // a consumer has half of the columns of a tile of dq
   // Whether registers are too few for more than two kinds of products in flight.
   static constexpr bool kTight = kHeadDim == 128;
   static constexpr int kBarriers = 1 + 4 * kStages + 2 * kScoreStages;
@@ -68,10 +69,10 @@ struct BackwardShared {
 };
 
 template <class C>
-__device__ __forceinline__ void produce_backward(const BackwardProblem& problem, const BackwardShared<C>& shared,
-                                                 const KeyTile& t, const CUtensorMap* q_map,
-                                                 const CUtensorMap* k_map, const CUtensorMap* v_map,
-                                                 const CUtensorMap* dout_map) {
+__device__ __forceinline__ void produce_backward(const BackwardProblem& problem,
+                                                 const BackwardShared<C>& shared, const KeyTile& t,
+                                                 const CUtensorMap* q_map, const CUtensorMap* k_map,
+                                                 const CUtensorMap* v_map, const CUtensorMap* dout_map) {
   const bool packed = problem.cu_seqlens_q != nullptr;
   const int batch = packed ? 0 : t.sequence;
   const int key = t.lengths.start_k + t.tile * C::kKeys;
@@ -114,7 +115,8 @@ __device__ __forceinline__ void write_gradient(void* gradient, int64_t stride, i
         y[j] = pack<kBf16>(x[d] * factor, x[d + 1] * factor);
       }
       transpose_quad(y[0], y[1], y[2], y[3]);
-      if (row + 8 * r < rows) *reinterpret_cast<uint4*>(to + 8 * (b + quad)) = make_uint4(y[0], y[1], y[2], y[3]);
+      if (row + 8 * r < rows)
+        *reinterpret_cast<uint4*>(to + 8 * (b + quad)) = make_uint4(y[0], y[1], y[2], y[3]);
     }
   }
 }
@@ -131,7 +133,8 @@ class BackwardBase {
         consumer_(__shfl_sync(0xffffffff, threadIdx.x / 128 - 1, 0)),
         queries_(Queries::of<C::kQueries>(problem, t)) {
     const int first_key = t.tile * C::kKeys + (C::kWide ? 0 : 64 * consumer_);
-    free_begin_ = first_key + 64 <= t.lengths.seqlen_k ? first_key + 63 - t.diagonal - problem.right : kUnlimited;
+    free_begin_ =
+        first_key + 64 <= t.lengths.seqlen_k ? first_key + 63 - t.diagonal - problem.right : kUnlimited;
     free_end_ = first_key - t.diagonal + problem.left + 1;
   }
 
@@ -152,15 +155,17 @@ class BackwardBase {
   __device__ __forceinline__ void write(const float (&dk)[kCount], const float (&dv)[kCount]) const {
     const int64_t stride = static_cast<int64_t>(problem_.heads_k) * C::kHeadDim;
     const int64_t batch = problem_.cu_seqlens_q == nullptr ? t_.sequence : 0;
-    const int64_t offset =
-        (batch * problem_.seqlen_k + t_.lengths.start_k) * stride + static_cast<int64_t>(t_.head) * C::kHeadDim;
+    const int64_t offset = (batch * problem_.seqlen_k + t_.lengths.start_k) * stride +
+                           static_cast<int64_t>(t_.head) * C::kHeadDim;
     int end = min((t_.tile + 1) * C::kKeys, t_.lengths.seqlen_k);
-    // No bound on the lengths covers the rows past the last packed sequence: the last tile goes on to their end.
+    // No bound on the lengths covers the rows past the last packed sequence: the last tile goes on to their
+    // end.
     if (t_.sequence == problem_.batch && t_.tile == problem_.key_tiles - 1) end = t_.lengths.seqlen_k;
     for (int step = 0; t_.tile * C::kKeys + step < end; step += C::kKeys) {
       const auto write_one = [&](void* gradient, const float(&x)[kCount], float factor) {
-        write_gradient<C::kHeadDim, C::kBf16>(static_cast<uint16_t*>(gradient) + offset, stride, thread_key() + step,
-                                              end, C::kWide ? consumer_ * 2 * kCount : 0, x, factor);
+        write_gradient<C::kHeadDim, C::kBf16>(static_cast<uint16_t*>(gradient) + offset, stride,
+                                              thread_key() + step, end, C::kWide ? consumer_ * 2 * kCount : 0,
+                                              x, factor);
       };
       write_one(problem_.dv, dv, 1.f);
       write_one(problem_.dk, dk, problem_.scale);
@@ -199,8 +204,8 @@ class BackwardBase {
   }
 
   template <int kScores>
-  __device__ __forceinline__ void to_probabilities(float (&s)[kScores], uint32_t (&p)[kScores / 2], uint32_t stats,
-                                                   int query) const {
+  __device__ __forceinline__ void to_probabilities(float (&s)[kScores], uint32_t (&p)[kScores / 2],
+                                                   uint32_t stats, int query) const {
     if (query < free_begin_ || query + 2 * kScores > free_end_) {
       to_probabilities_of<true>(s, p, stats, query);
     } else {
@@ -269,10 +274,10 @@ class BackwardConsumer : BackwardBase<C> {
   using Base = BackwardBase<C>;
   using Base::consumer_;
   using Base::problem_;
+  using Base::queries_;
   using Base::release;
   using Base::shared_;
   using Base::t_;
-  using Base::queries_;
   static constexpr int kScores = C::kQueries / 2;
 
   // keys queries^T; in flight afterwards.
@@ -314,7 +319,8 @@ class BackwardConsumer : BackwardBase<C> {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < C::kKeys / 16; ++step) {
-      Wgmma<C::kHeadDim / 2, C::kBf16>::ss_columns(dq, a + (step * 2048 >> 4), b + (step * 2048 >> 4), step != 0);
+      Wgmma<C::kHeadDim / 2, C::kBf16>::ss_columns(dq, a + (step * 2048 >> 4), b + (step * 2048 >> 4),
+                                                   step != 0);
     }
     wgmma_commit();
   }

@@ -23,7 +23,8 @@ __global__ void __launch_bounds__(kEndThreads) prepare_kernel(const __grid_const
 
   const int lane = threadIdx.x % kLanes;
   const int64_t batch = packed ? 0 : sequence;
-  const uint16_t* out = static_cast<const uint16_t*>(p.out) + batch * p.out_stride_batch + head * p.out_stride_head;
+  const uint16_t* out =
+      static_cast<const uint16_t*>(p.out) + batch * p.out_stride_batch + head * p.out_stride_head;
   const uint16_t* dout =
       static_cast<const uint16_t*>(p.dout) + batch * p.dout_stride_batch + head * p.dout_stride_head;
   float* stats = p.stats + index * 2 * C::kQueries;
@@ -47,8 +48,8 @@ __global__ void __launch_bounds__(kEndThreads) prepare_kernel(const __grid_const
     if (lane == 0) {
       float lse = INFINITY, delta = 0.f;
       if (row < l.seqlen_q) {
-        const int64_t at = packed ? head * p.total_q + l.start_q + row
-                                  : (batch * p.heads_q + head) * p.seqlen_q + row;
+        const int64_t at =
+            packed ? head * p.total_q + l.start_q + row : (batch * p.heads_q + head) * p.seqlen_q + row;
         const float natural = p.lse[at];
         if (natural != -INFINITY) {
           lse = natural * 1.4426950408889634f;
@@ -82,7 +83,8 @@ __global__ void __launch_bounds__(kEndThreads) finish_kernel(const __grid_consta
   }
   const int64_t batch = p.cu_seqlens_q == nullptr ? sequence : 0;
   const int64_t stride = static_cast<int64_t>(p.heads_q) * C::kHeadDim;
-  uint16_t* dq = static_cast<uint16_t*>(p.dq) + (batch * p.seqlen_q + l.start_q) * stride + head * C::kHeadDim;
+  uint16_t* dq =
+      static_cast<uint16_t*>(p.dq) + (batch * p.seqlen_q + l.start_q) * stride + head * C::kHeadDim;
   const int column = part * C::kHeadDim / 2;
   const int row = tile * C::kQueries + 16 * (thread / 32) + thread % 32 / 4;
   int end = min((tile + 1) * C::kQueries, l.seqlen_q);

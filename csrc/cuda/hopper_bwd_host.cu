@@ -29,7 +29,8 @@ Args forward_args(const BackwardArgs& b, const void* out, int64_t batch, int64_t
 int check_backward(const BackwardArgs* b) {
   if (b == nullptr || b->struct_size != sizeof(*b)) return kErrorStruct;
   const Args out = forward_args(*b, b->out, b->out_stride_batch, b->out_stride_token, b->out_stride_head);
-  const Args dout = forward_args(*b, b->dout, b->dout_stride_batch, b->dout_stride_token, b->dout_stride_head);
+  const Args dout =
+      forward_args(*b, b->dout, b->dout_stride_batch, b->dout_stride_token, b->dout_stride_head);
   int error = check(&out);
   if (error == kOk) error = check(&dout);
   if (error != kOk) return error;

@@ -57,7 +57,8 @@ int launch_backward(const BackwardArgs& a, BackwardProblem p) {
   const auto stream = static_cast<cudaStream_t>(a.stream);
   if (prepared > 0) prepare_kernel<C><<<static_cast<int>(prepared), kEndThreads, 0, stream>>>(p);
   if (rounds > 0) {
-    kernel<<<static_cast<int>(rounds), C::kThreads, C::kSharedBytes, stream>>>(q_map, k_map, v_map, dout_map, p);
+    kernel<<<static_cast<int>(rounds), C::kThreads, C::kSharedBytes, stream>>>(q_map, k_map, v_map, dout_map,
+                                                                               p);
   }
   if (finished > 0) finish_kernel<C><<<static_cast<int>(finished), kEndThreads, 0, stream>>>(p);
   return cudaGetLastError() == cudaSuccess ? kOk : kErrorLaunch;

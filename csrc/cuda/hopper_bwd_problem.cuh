@@ -3,8 +3,9 @@
 //   P = 2^(outer t - lse log2(e)),  t = tanh(inner s),  W = P (1 - t^2),  dS = (dout v^T - delta) W
 //   dv = P^T dout,  dk = scale dS^T q,  dq = scale dS k,  delta = rowsum(dout out) - dlse
 //
-// A block holds one tile of keys and walks over the queries that see it, those of all heads that share the keys.
-// Sums over keys (dq) cross blocks: they are added up in float32 in the workspace, tile by tile of queries.
+// A block holds one tile of keys and walks over the queries that see it, those of all heads that share the
+// keys. Sums over keys (dq) cross blocks: they are added up in float32 in the workspace, tile by tile of
+// queries.
 #pragma once
 
 #include <stdint.h>
@@ -28,14 +29,15 @@ struct BackwardProblem {
   int64_t total_q, total_k;
   int batch, heads_q, heads_k, heads_per_key;
   int seqlen_q, seqlen_k;
-  int left, right;   // window around the diagonal, kUnlimited where open; causal is right = 0
-  int sequences;     // batch, and one more when packed: the rows past the last sequence, whose gradients are 0
-  int query_tiles;   // of one sequence, at most
-  int key_tiles;     // likewise
+  int left, right;  // window around the diagonal, kUnlimited where open; causal is right = 0
+  int sequences;    // batch, and one more when packed: the rows past the last sequence, whose gradients are 0
+  int query_tiles;  // of one sequence, at most
+  int key_tiles;    // likewise
   int tiles_a_head;  // tiles of queries in the workspace: of one sequence's head, packed: of a head
   float inner, outer, scale;
   // The workspace, by tiles of queries.
-  float* stats;  // lse log2(e) of a tile's queries, then delta; infinite lse where a query sees nothing or is none
+  float* stats;  // lse log2(e) of a tile's queries, then delta; infinite lse where a query sees nothing or is
+                 // none
   float* sums;   // dq / scale, in the order of the products' accumulators
   int* turns;    // how many blocks have added to the sums, by consumer; null: blocks add in any order
 };
@@ -74,7 +76,7 @@ __device__ __forceinline__ Lengths lengths_of(const BackwardProblem& p, int sequ
 struct KeyTile {
   int tile, head, sequence;
   Lengths lengths;
-  int diagonal;             // a query's key is its row and this
+  int diagonal;                // a query's key is its row and this
   int query_begin, query_end;  // tiles
 };
 
@@ -83,8 +85,8 @@ __device__ __forceinline__ KeyTile find_key_tile(const BackwardProblem& p, int i
   KeyTile t;
   const int pair = index / p.key_tiles;
   t.tile = index - pair * p.key_tiles;
-  // The first keys are seen by the most queries: hand them out first. Blocks that add in turn start from the end, where
-  // causal queries see their last key.
+  // The first keys are seen by the most queries: hand them out first. Blocks that add in turn start from the
+  // end, where causal queries see their last key.
   if (p.turns != nullptr) t.tile = p.key_tiles - 1 - t.tile;
   t.sequence = pair / p.heads_k;
   t.head = pair - t.sequence * p.heads_k;
@@ -121,7 +123,8 @@ class Queries {
     q.tiles_ = t.query_end - t.query_begin;
     q.count = q.tiles_ * p.heads_per_key;
     q.index_ = static_cast<int>(tile_index<kQueries>(p, t.sequence, t.head * p.heads_per_key, 0));
-    // Blocks that see all queries start at different ones, so that they do not all add to the same sums at once.
+    // Blocks that see all queries start at different ones, so that they do not all add to the same sums at
+    // once.
     const bool spread = p.turns == nullptr && p.right == kUnlimited && p.left == kUnlimited;
     q.offset_ = spread ? static_cast<int>(static_cast<int64_t>(t.tile) * q.tiles_ / p.key_tiles) : 0;
     return q;

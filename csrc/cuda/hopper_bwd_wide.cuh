@@ -1,8 +1,9 @@
-// The backward's consumers at head_dim 256, where one warpgroup cannot hold dk and dv of 64 keys: both consumers own
-// the same 64 keys and half of the columns each.
+// The backward's consumers at head_dim 256, where one warpgroup cannot hold dk and dv of 64 keys: both
+// consumers own the same 64 keys and half of the columns each.
 //
-// Each computes the scores of half of the queries and hands P and dS to both through shared memory. The three products
-// that take them are issued when both halves are there, dq first; dv and dk run on beside the scores of the next tile.
+// Each computes the scores of half of the queries and hands P and dS to both through shared memory. The three
+// products that take them are issued when both halves are there, dq first; dv and dk run on beside the scores
+// of the next tile.
 #pragma once
 
 #include "hopper_bwd_consumer.cuh"
@@ -12,8 +13,8 @@ namespace softcap_hopper {
 template <class C>
 class WideBackwardConsumer : BackwardBase<C> {
  public:
-  __device__ __forceinline__ WideBackwardConsumer(const BackwardProblem& problem, const BackwardShared<C>& shared,
-                                                  const KeyTile& t)
+  __device__ __forceinline__ WideBackwardConsumer(const BackwardProblem& problem,
+                                                  const BackwardShared<C>& shared, const KeyTile& t)
       : BackwardBase<C>(problem, shared, t) {}
 
   __device__ __forceinline__ void run() {
@@ -26,12 +27,13 @@ class WideBackwardConsumer : BackwardBase<C> {
   using Base = BackwardBase<C>;
   using Base::consumer_;
   using Base::problem_;
+  using Base::queries_;
   using Base::release;
   using Base::shared_;
   using Base::t_;
-  using Base::queries_;
-  static constexpr int kColumns = C::kHeadDim / 2;          // of one consumer
-  static constexpr int kPart = kColumns / 64 * C::kQueries * 128;  // bytes from one consumer's columns to the other's
+  static constexpr int kColumns = C::kHeadDim / 2;  // of one consumer
+  static constexpr int kPart =
+      kColumns / 64 * C::kQueries * 128;  // bytes from one consumer's columns to the other's
   static constexpr int kScores = C::kQueries / 4;
   static_assert(C::kKeys == C::kQueries && C::kSums == kColumns / 2);
 
@@ -74,8 +76,8 @@ class WideBackwardConsumer : BackwardBase<C> {
 #pragma unroll
     for (int step = 0; step < kScores / 8; ++step) {
       const int unit = 4 * consumer_ + 2 * step + matrix / 2;  // of 16 bytes
-      store_matrices(to + row * 128 + ((unit ^ (lane % 8)) << 4), p[4 * step], p[4 * step + 1], p[4 * step + 2],
-                     p[4 * step + 3]);
+      store_matrices(to + row * 128 + ((unit ^ (lane % 8)) << 4), p[4 * step], p[4 * step + 1],
+                     p[4 * step + 2], p[4 * step + 3]);
     }
   }
 

@@ -71,9 +71,9 @@ int multiprocessors() {
   static std::atomic<int> known[64];  // by device, to ask the driver once
   int device = 0, count = 0;
   if (cudaGetDevice(&device) != cudaSuccess) device = -1;
-  if (device >= 0 && device < 64 && (count = known[device].load(std::memory_order_relaxed)) != 0) return count;
-  if (device < 0 ||
-      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
+  if (device >= 0 && device < 64 && (count = known[device].load(std::memory_order_relaxed)) != 0)
+    return count;
+  if (device < 0 || cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
     cudaGetLastError();
     return 0;
   }

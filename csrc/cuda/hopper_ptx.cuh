@@ -74,8 +74,8 @@ __device__ __forceinline__ void shared_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit numbers to shared memory: lane l gives the address of row l % 8 of matrix l / 8,
-// register i holds that lane's two elements (row l / 4, columns 2 * (l % 4) and on) of matrix i.
+// Four 8 x 8 matrices of 16-bit numbers to shared memory: lane l gives the address of row l % 8 of matrix l /
+// 8, register i holds that lane's two elements (row l / 4, columns 2 * (l % 4) and on) of matrix i.
 __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t x0, uint32_t x1, uint32_t x2,
                                                uint32_t x3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x0),

@@ -50,8 +50,8 @@ __device__ __forceinline__ void pin(uint32_t (&x)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
 
-// An address that the compiler cannot carry over from elsewhere: descriptors are cheaper to make anew than to keep in
-// registers.
+// An address that the compiler cannot carry over from elsewhere: descriptors are cheaper to make anew than to
+// keep in registers.
 __device__ __forceinline__ uint32_t fresh(uint32_t address) {
   asm volatile("" : "+r"(address));
   return address;
@@ -111,7 +111,8 @@ struct Wgmma;
                    : "l"(a), "l"(b), "r"(accumulate)                                                       \
                    : "memory");                                                                            \
     }                                                                                                      \
-    static __device__ __forceinline__ void ss_mixed(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {\
+    static __device__ __forceinline__ void ss_mixed(float (&d)[N / 2], uint64_t a, uint64_t b,             \
+                                                    int accumulate) {                                      \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                                                \
                    ", 0;\n"                                                                                \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" SOFTCAP_NAME_##N   \
@@ -120,7 +121,8 @@ struct Wgmma;
                    : "l"(a), "l"(b), "r"(accumulate)                                                       \
                    : "memory");                                                                            \
     }                                                                                                      \
-    static __device__ __forceinline__ void ss_columns(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {\
+    static __device__ __forceinline__ void ss_columns(float (&d)[N / 2], uint64_t a, uint64_t b,           \
+                                                      int accumulate) {                                    \
       asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                                                \
                    ", 0;\n"                                                                                \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" SOFTCAP_NAME_##N   \

@@ -51,17 +51,17 @@ int softcap_hopper_fwd_check(const softcap_hopper_fwd_args* args);
 // The gradients of a loss, given its gradients of out and lse. Zero-initialise, set struct_size = sizeof.
 typedef struct softcap_hopper_bwd_args {
   uint64_t struct_size;
-  const void* q;       // as in the forward, here and below
+  const void* q;  // as in the forward, here and below
   const void* k;
   const void* v;
   const void* out;
-  const void* dout;    // like out
-  const float* lse;    // what the forward wrote
-  const float* dlse;   // like lse; may be null: no loss on lse
-  void* dq;            // contiguous, written whole, like q
-  void* dk;            // contiguous, written whole, like k
-  void* dv;            // contiguous, written whole, like v
-  void* workspace;     // softcap_hopper_bwd_workspace() bytes, 128-byte aligned; any contents
+  const void* dout;   // like out
+  const float* lse;   // what the forward wrote
+  const float* dlse;  // like lse; may be null: no loss on lse
+  void* dq;           // contiguous, written whole, like q
+  void* dk;           // contiguous, written whole, like k
+  void* dv;           // contiguous, written whole, like v
+  void* workspace;    // softcap_hopper_bwd_workspace() bytes, 128-byte aligned; any contents
   const int32_t* cu_seqlens_q;
   const int32_t* cu_seqlens_k;
   int64_t q_stride_batch, q_stride_token, q_stride_head;
@@ -87,8 +87,8 @@ typedef struct softcap_hopper_bwd_args {
 // Launches the backward, as softcap_hopper_fwd does the forward.
 int softcap_hopper_bwd(const softcap_hopper_bwd_args* args);
 
-// Bytes of workspace for these arguments, of whose pointers only cu_seqlens_q being null or not counts; negative:
-// struct_size is not this build's.
+// Bytes of workspace for these arguments, of whose pointers only cu_seqlens_q being null or not counts;
+// negative: struct_size is not this build's.
 int64_t softcap_hopper_bwd_workspace(const softcap_hopper_bwd_args* args);
 
 const char* softcap_hopper_error_string(int code);

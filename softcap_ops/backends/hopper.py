@@ -1,4 +1,4 @@
-"""Our own Hopper kernels (csrc/cuda): capped attention that costs hardly more than attention, on compute capability 9.0.
+"""Our own Hopper kernels (csrc/cuda) for compute capability 9.0: the cap costs next to nothing.
 
 They are a C library beside this package, built where nvcc is, and called through ctypes: no Torch in it, so one build
 serves every torch and Python.
@@ -54,6 +54,12 @@ def _load() -> Any | Refusal:
         return Refusal(f"{LIBRARY.name} cannot be loaded: {error}", error)
 
 
+def _library() -> Any:
+    library = _load()
+    assert not isinstance(library, Refusal)  # selection asked
+    return library
+
+
 def _stream(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index)
 
@@ -105,7 +111,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, p: Paramet
         _DTYPES[q.dtype], p.causal, min(left, _UNLIMITED), min(right, _UNLIMITED), p.softcap, p.scale,
         _stream(q.device),
     )  # fmt: skip
-    _call(_load().softcap_hopper_fwd, arguments, q.device)
+    _call(_library().softcap_hopper_fwd, arguments, q.device)
     return out, lse
 
 
@@ -156,7 +162,7 @@ def _launch_backward(
         q.shape[-1], _DTYPES[q.dtype], p.causal, min(left, _UNLIMITED), min(right, _UNLIMITED), p.deterministic, 0,
         p.softcap, p.scale, _stream(q.device),
     )  # fmt: skip
-    library = _load()
+    library = _library()
     workspace = torch.empty(library.softcap_hopper_bwd_workspace(arguments), dtype=torch.uint8, device=q.device)
     address = workspace.data_ptr().to_bytes(8, sys.byteorder)
     arguments = arguments[:_WORKSPACE_AT] + address + arguments[_WORKSPACE_AT + 8 :]
@@ -184,7 +190,8 @@ def _call(function: Any, arguments: bytes, device: torch.device) -> None:
     else:
         code = function(arguments)
     if code:
-        raise RuntimeError(f"softcap_ops: the Hopper kernel failed: {_load().softcap_hopper_error_string(code).decode()}")
+        reason = _library().softcap_hopper_error_string(code).decode()
+        raise RuntimeError(f"softcap_ops: the Hopper kernel failed: {reason}")
 
 
 _launch = forward
