@@ -35,10 +35,12 @@ struct BackwardConfig {
       kQueries * kHeadDim / 256;  // a consumer has half of the columns of a tile of dq
   // Whether registers are too few for more than two kinds of products in flight.
   static constexpr bool kTight = kHeadDim == 128;
+  static constexpr int kNotes = 4;  // at least two more than the tiles that are worked on at once
   static constexpr int kBarriers = 1 + 4 * kStages + 2 * kScoreStages;
   static constexpr int kSharedBytes = 1024 + 2 * kKeyBytes + 2 * kStages * kQueryBytes +
-                                      kScoreTiles * kScoreBytes + kStages * kStatsBytes + 8 * kBarriers;
-  static_assert(kSharedBytes <= 232448);
+                                      kScoreTiles * kScoreBytes + kStages * kStatsBytes + kNotes * 16 +
+                                      8 * kBarriers;
+  static_assert(kSharedBytes + sizeof(KeyTile) <= 232448);
   static_assert(kQueries == 64);
 };
 
@@ -59,7 +61,9 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t stats(int stage) const {
     return ds(C::kScoreTiles) + stage * C::kStatsBytes;
   }
-  __device__ __forceinline__ uint32_t keys_full() const { return stats(C::kStages); }
+  // Of the i-th tile: its first query, its place in the workspace, which parts are masked, its turn to be added to.
+  __device__ __forceinline__ uint32_t note(int i) const { return stats(C::kStages) + i % C::kNotes * 16; }
+  __device__ __forceinline__ uint32_t keys_full() const { return stats(C::kStages) + C::kNotes * 16; }
   __device__ __forceinline__ uint32_t q_full(int stage) const { return keys_full() + 8 * (1 + stage); }
   __device__ __forceinline__ uint32_t q_empty(int stage) const { return q_full(C::kStages + stage); }
   __device__ __forceinline__ uint32_t dout_full(int stage) const { return q_full(2 * C::kStages + stage); }
@@ -88,6 +92,10 @@ __device__ __forceinline__ void produce_backward(const BackwardProblem& problem,
     const int head = t.head * problem.heads_per_key + place.head;
     const int64_t index = queries.index(problem, place);
     barrier_wait(shared.q_empty(stage), free);
+    const int query = place.tile * C::kQueries;
+    store_words(shared.note(i), query, static_cast<int>(index),
+                masked_parts<C::kWide>(problem, t, t.tile * C::kKeys, query),
+                turn_of<C::kQueries, C::kKeys>(problem, t, place.tile));
     barrier_expect_bytes(shared.q_full(stage), C::kQueryBytes);
     copy_box(shared.q(stage), q_map, shared.q_full(stage), 0, row, 0, head, batch);
     barrier_wait(shared.dout_empty(stage), free);
@@ -131,12 +139,7 @@ class BackwardBase {
         shared_(shared),
         t_(t),
         consumer_(__shfl_sync(0xffffffff, threadIdx.x / 128 - 1, 0)),
-        queries_(Queries::of<C::kQueries>(problem, t)) {
-    const int first_key = t.tile * C::kKeys + (C::kWide ? 0 : 64 * consumer_);
-    free_begin_ =
-        first_key + 64 <= t.lengths.seqlen_k ? first_key + 63 - t.diagonal - problem.right : kUnlimited;
-    free_end_ = first_key - t.diagonal + problem.left + 1;
-  }
+        count_((t.query_end - t.query_begin) * problem.heads_per_key) {}
 
   // Once the whole warp is done.
   __device__ __forceinline__ void release(uint32_t barrier) const {
@@ -205,8 +208,8 @@ class BackwardBase {
 
   template <int kScores>
   __device__ __forceinline__ void to_probabilities(float (&s)[kScores], uint32_t (&p)[kScores / 2],
-                                                   uint32_t stats, int query) const {
-    if (query < free_begin_ || query + 2 * kScores > free_end_) {
+                                                   uint32_t stats, int query, int masked) const {
+    if (masked >> consumer_ & 1) {
       to_probabilities_of<true>(s, p, stats, query);
     } else {
       to_probabilities_of<false>(s, p, stats, query);
@@ -231,13 +234,14 @@ class BackwardBase {
 
   // Adds this consumer's part of dq of the i-th tile to the workspace.
   __device__ __forceinline__ void add(const float (&dq)[C::kSums], int at) const {
-    const Queries::Place place = queries_.at(at);
-    const int64_t index = queries_.index(problem_, place);
+    const int4 note = load_words(shared_.note(at));
+    const int64_t index = note.y;
     const int thread = threadIdx.x % 128;
-    float* to = problem_.sums + index * (C::kQueries * C::kHeadDim) + consumer_ * C::kSums * 128 + thread * 4;
+    float* to =
+        problem_.sums + index * (C::kQueries * C::kHeadDim) + consumer_ * C::kSums * 128 + thread * 4;
     int* turns = problem_.turns + 2 * index + consumer_;
     if (problem_.turns != nullptr) {
-      if (thread == 0) wait_for(turns, turn_of<C::kQueries, C::kKeys>(problem_, t_, place.tile));
+      if (thread == 0) wait_for(turns, note.w);
       named_sync(1 + consumer_, 128);
     }
 #pragma unroll
@@ -253,8 +257,7 @@ class BackwardBase {
   const BackwardShared<C>& shared_;
   const KeyTile& t_;
   const int consumer_;
-  const Queries queries_;
-  int free_begin_, free_end_;  // the queries that see all of this consumer's keys
+  const int count_;  // tiles of queries
 };
 
 template <class C>
@@ -266,7 +269,7 @@ class BackwardConsumer : BackwardBase<C> {
 
   __device__ __forceinline__ void run() {
     float dk[C::kHeadDim / 2] = {}, dv[C::kHeadDim / 2] = {};
-    if (queries_.count > 0) attend(dk, dv);
+    if (count_ > 0) attend(dk, dv);
     this->write(dk, dv);
   }
 
@@ -274,7 +277,7 @@ class BackwardConsumer : BackwardBase<C> {
   using Base = BackwardBase<C>;
   using Base::consumer_;
   using Base::problem_;
-  using Base::queries_;
+  using Base::count_;
   using Base::release;
   using Base::shared_;
   using Base::t_;
@@ -340,8 +343,8 @@ class BackwardConsumer : BackwardBase<C> {
   __device__ __forceinline__ void attend(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2]) {
     uint32_t ds[kScores / 2];
     barrier_wait(shared_.keys_full(), 0);
-    for (int i = 0; i < queries_.count; ++i) turn(i, dk, dv, ds);
-    finish_queries(queries_.count - 1);
+    for (int i = 0; i < count_; ++i) turn(i, dk, dv, ds);
+    finish_queries(count_ - 1);
     wgmma_wait<0>();
     pin(dk);
     pin(ds);
@@ -376,15 +379,10 @@ class BackwardConsumer : BackwardBase<C> {
     pin(ds);
     if (i > 0) release(shared_.q_empty(stage_of<C::kStages>(i - 1)));
     const uint32_t stats = shared_.stats(stage);
-    this->to_probabilities(s, p, stats, queries_.at(i).tile * C::kQueries);
+    const int4 note = load_words(shared_.note(i));
+    this->to_probabilities(s, p, stats, note.x, note.z);
     accumulate(dv, p, shared_.dout(stage));
-    if constexpr (C::kTight) {
-      wgmma_wait<0>();
-      pin(dv);
-      pin(p);
-    } else {
-      wgmma_wait<1>();
-    }
+    wgmma_wait<1>();
     pin(dp);
     this->to_gradients(s, dp, ds, stats);
     const int written = stage_of<C::kScoreStages>(i);
@@ -393,6 +391,9 @@ class BackwardConsumer : BackwardBase<C> {
     shared_fence();
     release(shared_.ds_full(written));
     if constexpr (C::kTight) {
+      wgmma_wait<0>();
+      pin(dv);
+      pin(p);
       release(shared_.dout_empty(stage));
       if (i > 0) finish_queries(i - 1);
       accumulate(dk, ds, shared_.q(stage));

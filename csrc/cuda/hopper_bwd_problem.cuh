@@ -130,7 +130,6 @@ class Queries {
     return q;
   }
 
-  // Computed anew wherever it is needed: registers are dearer than a division.
   __device__ __forceinline__ Place at(int i) const {
     const int head = i / tiles_;
     int tile = i - head * tiles_ + offset_;
@@ -148,6 +147,22 @@ class Queries {
  private:
   int begin_, tiles_, index_, offset_;
 };
+
+// Which of two sets of 64 keys and 64 queries, or 64 keys and twice 32 queries, do not all see each other: bits.
+template <bool kWide>
+__device__ __forceinline__ int masked_parts(const BackwardProblem& p, const KeyTile& t, int key, int query) {
+  int masked = 0;
+#pragma unroll
+  for (int part = 0; part < 2; ++part) {
+    const int first_key = key + (kWide ? 0 : 64 * part), first = query + (kWide ? 32 * part : 0);
+    const int last = first + (kWide ? 31 : 63), last_key = first_key + 63;
+    if (last_key >= t.lengths.seqlen_k || first < last_key - t.diagonal - p.right ||
+        last > first_key - t.diagonal + p.left) {
+      masked |= 1 << part;
+    }
+  }
+  return masked;
+}
 
 // A place in a ring of stages that are used in turn, and the parity of its i-th use.
 template <int kStages>
