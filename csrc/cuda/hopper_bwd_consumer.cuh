@@ -33,8 +33,8 @@ struct BackwardConfig {
   static constexpr int kStatsBytes = 2 * kQueries * 4;
   static constexpr int kSums =
       kQueries * kHeadDim / 256;  // a consumer has half of the columns of a tile of dq
-  // Whether registers are too few for more than two kinds of products in flight.
-  static constexpr bool kTight = kHeadDim == 128;
+  // Whether there are registers for the scores of two tiles.
+  static constexpr bool kAhead = kHeadDim == 64;
   static constexpr int kNotes = 4;  // at least two more than the tiles that are worked on at once
   static constexpr int kBarriers = 1 + 4 * kStages + 2 * kScoreStages;
   static constexpr int kSharedBytes = 1024 + 2 * kKeyBytes + 2 * kStages * kQueryBytes +
@@ -343,7 +343,20 @@ class BackwardConsumer : BackwardBase<C> {
   __device__ __forceinline__ void attend(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2]) {
     uint32_t ds[kScores / 2];
     barrier_wait(shared_.keys_full(), 0);
-    for (int i = 0; i < count_; ++i) turn(i, dk, dv, ds);
+    if constexpr (C::kAhead) {
+      float s[kScores], s_next[kScores];
+      start(0, s);
+      wgmma_wait<0>();
+      pin(s);
+      for (int i = 0;;) {
+        turn_ahead(i, s, s_next, dk, dv, ds);
+        if (++i == count_) break;
+        turn_ahead(i, s_next, s, dk, dv, ds);
+        if (++i == count_) break;
+      }
+    } else {
+      for (int i = 0; i < count_; ++i) turn(i, dk, dv, ds);
+    }
     finish_queries(count_ - 1);
     wgmma_wait<0>();
     pin(dk);
@@ -362,58 +375,93 @@ class BackwardConsumer : BackwardBase<C> {
     this->add(dq, i);
   }
 
-  // The i-th tile of queries.
+  // Issues the scores of the i-th tile.
+  __device__ __forceinline__ void start(int i, float (&s)[kScores]) const {
+    const int stage = stage_of<C::kStages>(i);
+    barrier_wait(shared_.q_full(stage), parity_of<C::kStages>(i));
+    multiply(s, shared_.k(), shared_.q(stage));
+  }
+
+  __device__ __forceinline__ void start_gradients(int i, float (&dp)[kScores]) const {
+    const int stage = stage_of<C::kStages>(i);
+    barrier_wait(shared_.dout_full(stage), parity_of<C::kStages>(i));
+    multiply(dp, shared_.v(), shared_.dout(stage));
+  }
+
+  // dP to dS, also into shared memory for both consumers.
+  __device__ __forceinline__ void hand_over(int i, const float (&w)[kScores], const float (&dp)[kScores],
+                                            uint32_t (&ds)[kScores / 2]) const {
+    this->to_gradients(w, dp, ds, shared_.stats(stage_of<C::kStages>(i)));
+    const int stage = stage_of<C::kScoreStages>(i);
+    barrier_wait(shared_.ds_empty(stage), parity_of<C::kScoreStages>(i) ^ 1);
+    store(ds, shared_.ds(stage));
+    shared_fence();
+    release(shared_.ds_full(stage));
+  }
+
+  // The i-th tile of queries. Nothing but dk is in flight from one turn to the next.
   __device__ __forceinline__ void turn(int i, float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2],
                                        uint32_t (&ds)[kScores / 2]) {
     float s[kScores], dp[kScores];
     uint32_t p[kScores / 2];
     const int stage = stage_of<C::kStages>(i);
-    barrier_wait(shared_.q_full(stage), parity_of<C::kStages>(i));
-    multiply(s, shared_.k(), shared_.q(stage));
-    barrier_wait(shared_.dout_full(stage), parity_of<C::kStages>(i));
-    multiply(dp, shared_.v(), shared_.dout(stage));
+    start(i, s);
+    start_gradients(i, dp);
     // The scores, and dk of the tile before.
     wgmma_wait<1>();
     pin(s);
     pin(dk);
     pin(ds);
     if (i > 0) release(shared_.q_empty(stage_of<C::kStages>(i - 1)));
-    const uint32_t stats = shared_.stats(stage);
     const int4 note = load_words(shared_.note(i));
-    this->to_probabilities(s, p, stats, note.x, note.z);
+    this->to_probabilities(s, p, shared_.stats(stage), note.x, note.z);
     accumulate(dv, p, shared_.dout(stage));
     wgmma_wait<1>();
     pin(dp);
-    this->to_gradients(s, dp, ds, stats);
-    const int written = stage_of<C::kScoreStages>(i);
-    barrier_wait(shared_.ds_empty(written), parity_of<C::kScoreStages>(i) ^ 1);
-    store(ds, shared_.ds(written));
-    shared_fence();
-    release(shared_.ds_full(written));
-    if constexpr (C::kTight) {
-      wgmma_wait<0>();
-      pin(dv);
-      pin(p);
-      release(shared_.dout_empty(stage));
-      if (i > 0) finish_queries(i - 1);
-      accumulate(dk, ds, shared_.q(stage));
-    } else {
-      float dq[C::kSums];
-      const int before = stage_of<C::kScoreStages>(i - 1);
-      if (i > 0) {
-        barrier_wait(shared_.ds_full(before), parity_of<C::kScoreStages>(i - 1));
-        multiply_keys(dq, shared_.ds(before));
-      }
-      accumulate(dk, ds, shared_.q(stage));
-      wgmma_wait<1>();
-      pin(dv);
-      pin(p);
-      pin(dq);
-      release(shared_.dout_empty(stage));
-      if (i > 0) {
-        release(shared_.ds_empty(before));
-        this->add(dq, i - 1);
-      }
+    hand_over(i, s, dp, ds);
+    wgmma_wait<0>();
+    pin(dv);
+    pin(p);
+    release(shared_.dout_empty(stage));
+    if (i > 0) finish_queries(i - 1);
+    accumulate(dk, ds, shared_.q(stage));
+  }
+
+  // The i-th tile of queries, its scores being there; those of the next are computed meanwhile. With a branch around
+  // a product the compiler would let only one be in flight: the first turn's dq and the last turn's next scores come
+  // from stale tiles and are dropped.
+  __device__ __forceinline__ void turn_ahead(int i, float (&s)[kScores], float (&s_next)[kScores],
+                                             float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2],
+                                             uint32_t (&ds)[kScores / 2]) {
+    float dp[kScores], dq[C::kSums];
+    uint32_t p[kScores / 2];
+    const int stage = stage_of<C::kStages>(i), before = stage_of<C::kScoreStages>(i + C::kScoreStages - 1);
+    start_gradients(i, dp);
+    const int4 note = load_words(shared_.note(i));
+    this->to_probabilities(s, p, shared_.stats(stage), note.x, note.z);
+    accumulate(dv, p, shared_.dout(stage));
+    const int next = stage_of<C::kStages>(i + 1);
+    if (i + 1 < count_) barrier_wait(shared_.q_full(next), parity_of<C::kStages>(i + 1));
+    multiply(s_next, shared_.k(), shared_.q(next));
+    // dP, and dk of the tile before.
+    wgmma_wait<2>();
+    pin(dp);
+    pin(dk);
+    pin(ds);
+    if (i > 0) release(shared_.q_empty(stage_of<C::kStages>(i - 1)));
+    hand_over(i, s, dp, ds);
+    if (i > 0) barrier_wait(shared_.ds_full(before), parity_of<C::kScoreStages>(i - 1));
+    multiply_keys(dq, shared_.ds(before));
+    accumulate(dk, ds, shared_.q(stage));
+    wgmma_wait<1>();
+    pin(s_next);
+    pin(dv);
+    pin(p);
+    pin(dq);
+    release(shared_.dout_empty(stage));
+    if (i > 0) {
+      release(shared_.ds_empty(before));
+      this->add(dq, i - 1);
     }
   }
 };
