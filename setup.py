@@ -68,7 +68,8 @@ class Hopper(Extension):
     def build(self, folder: str, library: str) -> None:
         os.makedirs(folder, exist_ok=True)
         os.makedirs(os.path.dirname(library) or ".", exist_ok=True)
-        flags = ["-std=c++17", "-O3", "-gencode", "arch=compute_90a,code=sm_90a", "-Xcompiler", "-fPIC"]
+        flags = ["-std=c++17", "-O3", "-gencode", "arch=compute_90a,code=sm_90a"]
+        flags += ["-Xcompiler", "-fPIC,-fvisibility=hidden"]
 
         def compile_one(source: str) -> str:
             target = os.path.join(folder, os.path.basename(source) + ".o")

@@ -27,12 +27,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     for (int s = 0; s < C::kStages; ++s) {
       barrier_init(shared.q_full(s), 1);
       barrier_init(shared.dout_full(s), 1);
-      barrier_init(shared.q_empty(s), 8);  // one arrival a warp of a consumer
-      barrier_init(shared.dout_empty(s), 8);
+      barrier_init(shared.q_empty(s), kArrivals);
+      barrier_init(shared.dout_empty(s), kArrivals);
     }
     for (int s = 0; s < C::kScoreStages; ++s) {
-      barrier_init(shared.ds_full(s), 8);
-      barrier_init(shared.ds_empty(s), 8);
+      barrier_init(shared.ds_full(s), kArrivals);
+      barrier_init(shared.ds_empty(s), kArrivals);
     }
     barrier_init_fence();
   }

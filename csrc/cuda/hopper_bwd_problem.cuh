@@ -148,7 +148,8 @@ class Queries {
   int begin_, tiles_, index_, offset_;
 };
 
-// Which of two sets of 64 keys and 64 queries, or 64 keys and twice 32 queries, do not all see each other: bits.
+// Which of two sets of 64 keys and 64 queries, or 64 keys and twice 32 queries, do not all see each other:
+// bits.
 template <bool kWide>
 __device__ __forceinline__ int masked_parts(const BackwardProblem& p, const KeyTile& t, int key, int query) {
   int masked = 0;

@@ -26,8 +26,8 @@ class WideBackwardConsumer : BackwardBase<C> {
  private:
   using Base = BackwardBase<C>;
   using Base::consumer_;
-  using Base::problem_;
   using Base::count_;
+  using Base::problem_;
   using Base::release;
   using Base::shared_;
   using Base::t_;

@@ -7,6 +7,9 @@
 
 #include <stdint.h>
 
+// Everything else is hidden (-fvisibility=hidden): two builds can then be loaded side by side.
+#define SOFTCAP_HOPPER_API __attribute__((visibility("default")))
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -43,10 +46,10 @@ typedef struct softcap_hopper_fwd_args {
 
 // Launches the forward on args->stream of the current device. Returns 0, or a positive code for
 // softcap_hopper_error_string. Nothing was launched when the code is not 0.
-int softcap_hopper_fwd(const softcap_hopper_fwd_args* args);
+SOFTCAP_HOPPER_API int softcap_hopper_fwd(const softcap_hopper_fwd_args* args);
 
 // Why softcap_hopper_fwd would refuse these arguments, without touching a device: 0 when it would not.
-int softcap_hopper_fwd_check(const softcap_hopper_fwd_args* args);
+SOFTCAP_HOPPER_API int softcap_hopper_fwd_check(const softcap_hopper_fwd_args* args);
 
 // The gradients of a loss, given its gradients of out and lse. Zero-initialise, set struct_size = sizeof.
 typedef struct softcap_hopper_bwd_args {
@@ -85,13 +88,13 @@ typedef struct softcap_hopper_bwd_args {
 } softcap_hopper_bwd_args;
 
 // Launches the backward, as softcap_hopper_fwd does the forward.
-int softcap_hopper_bwd(const softcap_hopper_bwd_args* args);
+SOFTCAP_HOPPER_API int softcap_hopper_bwd(const softcap_hopper_bwd_args* args);
 
 // Bytes of workspace for these arguments, of whose pointers only cu_seqlens_q being null or not counts;
 // negative: struct_size is not this build's.
-int64_t softcap_hopper_bwd_workspace(const softcap_hopper_bwd_args* args);
+SOFTCAP_HOPPER_API int64_t softcap_hopper_bwd_workspace(const softcap_hopper_bwd_args* args);
 
-const char* softcap_hopper_error_string(int code);
+SOFTCAP_HOPPER_API const char* softcap_hopper_error_string(int code);
 
 #ifdef __cplusplus
 }
