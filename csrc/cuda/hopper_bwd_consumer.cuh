@@ -30,7 +30,7 @@ struct BackwardConfig {
 
   static constexpr bool kWide = kHeadDim > 128;  // see hopper_bwd_wide.cuh
   static constexpr int kKeys = kWide ? 64 : 128;
-  static constexpr int kScoreStages = kWide ? 2 : 3;              // tiles of dS
+  static constexpr int kScoreStages = kWide ? 2 : 4;              // tiles of dS
   static constexpr int kScoreTiles = kScoreStages * (1 + kWide);  // and, wide, of P
   static constexpr int kThreads = 384;
   static constexpr int kKeyBytes = kKeys * kHeadDim * 2;
@@ -39,9 +39,12 @@ struct BackwardConfig {
   static constexpr int kStatsBytes = 2 * kQueries * 4;
   static constexpr int kSums =
       kQueries * kHeadDim / 256;  // a consumer has half of the columns of a tile of dq
+  // Every so many exponentials run on the multiply-add pipes, 0: none. They are what the special-function
+  // unit, busy with tanh, is waited for.
+  static constexpr int kExp2Fma = kWide ? 0 : 2;
   // Whether there are registers for the scores of two tiles.
   static constexpr bool kAhead = kHeadDim == 64;
-  static constexpr int kNotes = 4;  // at least two more than the tiles that are worked on at once
+  static constexpr int kNotes = 8;  // two more than stages: dq of a tile comes a turn late
   static constexpr int kBarriers = 1 + 4 * kStages + 2 * kScoreStages;
   static constexpr int kSharedBytes = 1024 + 2 * kKeyBytes + 2 * kStages * kQueryBytes +
                                       kScoreTiles * kScoreBytes + kStages * kStatsBytes + kNotes * 16 +
@@ -202,7 +205,10 @@ class BackwardBase {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float tanh = tanh_unit(s[4 * j + i] * problem_.inner);
-        e[i] = exp2_unit(fmaf(problem_.outer, tanh, i % 2 ? -lse.y : -lse.x));
+        const float exponent = fmaf(problem_.outer, tanh, i % 2 ? -lse.y : -lse.x);
+        // The exponent of a row that is none is infinite.
+        const bool unit = C::kExp2Fma == 0 || (4 * j + i) % (C::kExp2Fma == 0 ? 1 : C::kExp2Fma) != 0;
+        e[i] = unit ? exp2_unit(exponent) : exp2_fma(fmaxf(exponent, -126.f));
         if constexpr (kMasked) {
           const int at = 8 * j + i % 2;
           if (at < first[i / 2] || at > last[i / 2]) e[i] = 0.f;
