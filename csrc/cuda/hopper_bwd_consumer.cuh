@@ -93,26 +93,27 @@ __device__ __forceinline__ void produce_backward(const BackwardProblem& problem,
   barrier_expect_bytes(shared.keys_full(), 2 * C::kKeyBytes);
   copy_box(shared.k(), k_map, shared.keys_full(), 0, key, 0, t.head, batch);
   copy_box(shared.v(), v_map, shared.keys_full(), 0, key, 0, t.head, batch);
-  const Queries queries = Queries::of<C::kQueries>(problem, t);
-  for (int i = 0; i < queries.count; ++i) {
+  QueryWalk walk = QueryWalk::of<C::kQueries>(problem, t);
+  const int count = (t.query_end - t.query_begin) * problem.heads_per_key;
+  for (int i = 0; i < count; ++i) {
     const int stage = stage_of<C::kStages>(i);
     const uint32_t free = parity_of<C::kStages>(i) ^ 1;
-    const Queries::Place place = queries.at(i);
-    const int row = t.lengths.start_q + place.tile * C::kQueries;
-    const int head = t.head * problem.heads_per_key + place.head;
-    const int64_t index = queries.index(problem, place);
+    // All that the copies do not wait for comes before them.
+    int query = walk.tile * C::kQueries, row = t.lengths.start_q + query, head = walk.head,
+        index = walk.index();
+    int masked = masked_parts<C::kWide>(problem, t, t.tile * C::kKeys, query);
+    int order = problem.turns == nullptr ? 0 : turn_of<C::kQueries, C::kKeys>(problem, t, walk.tile);
+    asm volatile("" : "+r"(query), "+r"(row), "+r"(head), "+r"(index), "+r"(masked), "+r"(order));
     barrier_wait(shared.q_empty(stage), free);
-    const int query = place.tile * C::kQueries;
-    store_words(shared.note(i), query, static_cast<int>(index),
-                masked_parts<C::kWide>(problem, t, t.tile * C::kKeys, query),
-                turn_of<C::kQueries, C::kKeys>(problem, t, place.tile));
+    store_words(shared.note(i), query, index, masked, order);
     barrier_expect_bytes(shared.q_full(stage), C::kQueryBytes);
     copy_box(shared.q(stage), q_map, shared.q_full(stage), 0, row, 0, head, batch);
     barrier_wait(shared.dout_empty(stage), free);
     barrier_expect_bytes(shared.dout_full(stage), C::kQueryBytes + C::kStatsBytes);
-    copy_run(shared.stats(stage), problem.stats + index * 2 * C::kQueries, C::kStatsBytes,
-             shared.dout_full(stage));
+    copy_run(shared.stats(stage), problem.stats + static_cast<int64_t>(index) * 2 * C::kQueries,
+             C::kStatsBytes, shared.dout_full(stage));
     copy_box(shared.dout(stage), dout_map, shared.dout_full(stage), 0, row, 0, head, batch);
+    walk.advance(problem);
   }
 }
 

@@ -110,42 +110,38 @@ __device__ __forceinline__ int turn_of(const BackwardProblem& p, const KeyTile& 
 }
 
 // The tiles of queries of one block in order: those of each head that shares the keys.
-class Queries {
+class QueryWalk {
  public:
-  struct Place {
-    int head, tile;  // within the group of heads; within the sequence
-  };
-
   template <int kQueries>
-  static __device__ __forceinline__ Queries of(const BackwardProblem& p, const KeyTile& t) {
-    Queries q;
+  static __device__ __forceinline__ QueryWalk of(const BackwardProblem& p, const KeyTile& t) {
+    QueryWalk q;
     q.begin_ = t.query_begin;
-    q.tiles_ = t.query_end - t.query_begin;
-    q.count = q.tiles_ * p.heads_per_key;
-    q.index_ = static_cast<int>(tile_index<kQueries>(p, t.sequence, t.head * p.heads_per_key, 0));
+    q.end_ = t.query_end;
+    q.head = t.head * p.heads_per_key;
+    q.head_index_ = static_cast<int>(tile_index<kQueries>(p, t.sequence, q.head, 0));
     // Blocks that see all queries start at different ones, so that they do not all add to the same sums at
     // once.
     const bool spread = p.turns == nullptr && p.right == kUnlimited && p.left == kUnlimited;
-    q.offset_ = spread ? static_cast<int>(static_cast<int64_t>(t.tile) * q.tiles_ / p.key_tiles) : 0;
+    const int64_t tiles = t.query_end - t.query_begin;
+    q.first_ = t.query_begin + (spread ? static_cast<int>(t.tile * tiles / p.key_tiles) : 0);
+    q.tile = q.first_;
     return q;
   }
 
-  __device__ __forceinline__ Place at(int i) const {
-    const int head = i / tiles_;
-    int tile = i - head * tiles_ + offset_;
-    if (tile >= tiles_) tile -= tiles_;
-    return {head, begin_ + tile};
+  __device__ __forceinline__ void advance(const BackwardProblem& p) {
+    if (++tile == end_) tile = begin_;
+    if (tile != first_) return;
+    ++head;
+    head_index_ += p.tiles_a_head;
   }
 
   // Where the workspace keeps the tile.
-  __device__ __forceinline__ int index(const BackwardProblem& p, Place place) const {
-    return index_ + place.head * p.tiles_a_head + place.tile;
-  }
+  __device__ __forceinline__ int index() const { return head_index_ + tile; }
 
-  int count;
+  int head, tile;
 
  private:
-  int begin_, tiles_, index_, offset_;
+  int begin_, end_, first_, head_index_;
 };
 
 // Which of two sets of 64 keys and 64 queries, or 64 keys and twice 32 queries, do not all see each other:
