@@ -30,7 +30,7 @@ struct BackwardConfig {
 
   static constexpr bool kWide = kHeadDim > 128;  // see hopper_bwd_wide.cuh
   static constexpr int kKeys = kWide ? 64 : 128;
-  static constexpr int kScoreStages = kWide ? 2 : 4;              // tiles of dS
+  static constexpr int kScoreStages = kWide ? 2 : 3;              // tiles of dS
   static constexpr int kScoreTiles = kScoreStages * (1 + kWide);  // and, wide, of P
   static constexpr int kThreads = 384;
   static constexpr int kKeyBytes = kKeys * kHeadDim * 2;
@@ -39,17 +39,12 @@ struct BackwardConfig {
   static constexpr int kStatsBytes = 2 * kQueries * 4;
   static constexpr int kSums =
       kQueries * kHeadDim / 256;  // a consumer has half of the columns of a tile of dq
-  // Every so many exponentials run on the multiply-add pipes, 0: none. They are what the special-function
-  // unit, busy with tanh, is waited for.
-  static constexpr int kExp2Fma = kWide ? 0 : 2;
-  // Whether there are registers for the scores of two tiles.
-  static constexpr bool kAhead = kHeadDim == 64;
-  static constexpr int kNotes = 8;  // two more than stages: dq of a tile comes a turn late
+  // Whether registers are too few for more than two kinds of products in flight.
+  static constexpr bool kTight = kHeadDim == 128;
   static constexpr int kBarriers = 1 + 4 * kStages + 2 * kScoreStages;
   static constexpr int kSharedBytes = 1024 + 2 * kKeyBytes + 2 * kStages * kQueryBytes +
-                                      kScoreTiles * kScoreBytes + kStages * kStatsBytes + kNotes * 16 +
-                                      8 * kBarriers;
-  static_assert(kSharedBytes + sizeof(KeyTile) <= 232448);
+                                      kScoreTiles * kScoreBytes + kStages * kStatsBytes + 8 * kBarriers;
+  static_assert(kSharedBytes <= 232448);
   static_assert(kQueries == 64);
 };
 
@@ -70,10 +65,7 @@ struct BackwardShared {
   __device__ __forceinline__ uint32_t stats(int stage) const {
     return ds(C::kScoreTiles) + stage * C::kStatsBytes;
   }
-  // Of the i-th tile: its first query, its place in the workspace, which parts are masked, its turn to be
-  // added to.
-  __device__ __forceinline__ uint32_t note(int i) const { return stats(C::kStages) + i % C::kNotes * 16; }
-  __device__ __forceinline__ uint32_t keys_full() const { return stats(C::kStages) + C::kNotes * 16; }
+  __device__ __forceinline__ uint32_t keys_full() const { return stats(C::kStages); }
   __device__ __forceinline__ uint32_t q_full(int stage) const { return keys_full() + 8 * (1 + stage); }
   __device__ __forceinline__ uint32_t q_empty(int stage) const { return q_full(C::kStages + stage); }
   __device__ __forceinline__ uint32_t dout_full(int stage) const { return q_full(2 * C::kStages + stage); }
@@ -93,27 +85,22 @@ __device__ __forceinline__ void produce_backward(const BackwardProblem& problem,
   barrier_expect_bytes(shared.keys_full(), 2 * C::kKeyBytes);
   copy_box(shared.k(), k_map, shared.keys_full(), 0, key, 0, t.head, batch);
   copy_box(shared.v(), v_map, shared.keys_full(), 0, key, 0, t.head, batch);
-  QueryWalk walk = QueryWalk::of<C::kQueries>(problem, t);
-  const int count = (t.query_end - t.query_begin) * problem.heads_per_key;
-  for (int i = 0; i < count; ++i) {
+  const Queries queries = Queries::of<C::kQueries>(problem, t);
+  for (int i = 0; i < queries.count; ++i) {
     const int stage = stage_of<C::kStages>(i);
     const uint32_t free = parity_of<C::kStages>(i) ^ 1;
-    // All that the copies do not wait for comes before them.
-    int query = walk.tile * C::kQueries, row = t.lengths.start_q + query, head = walk.head,
-        index = walk.index();
-    int masked = masked_parts<C::kWide>(problem, t, t.tile * C::kKeys, query);
-    int order = problem.turns == nullptr ? 0 : turn_of<C::kQueries, C::kKeys>(problem, t, walk.tile);
-    asm volatile("" : "+r"(query), "+r"(row), "+r"(head), "+r"(index), "+r"(masked), "+r"(order));
+    const Queries::Place place = queries.at(i);
+    const int row = t.lengths.start_q + place.tile * C::kQueries;
+    const int head = t.head * problem.heads_per_key + place.head;
+    const int64_t index = queries.index(problem, place);
     barrier_wait(shared.q_empty(stage), free);
-    store_words(shared.note(i), query, index, masked, order);
     barrier_expect_bytes(shared.q_full(stage), C::kQueryBytes);
     copy_box(shared.q(stage), q_map, shared.q_full(stage), 0, row, 0, head, batch);
     barrier_wait(shared.dout_empty(stage), free);
     barrier_expect_bytes(shared.dout_full(stage), C::kQueryBytes + C::kStatsBytes);
-    copy_run(shared.stats(stage), problem.stats + static_cast<int64_t>(index) * 2 * C::kQueries,
-             C::kStatsBytes, shared.dout_full(stage));
+    copy_run(shared.stats(stage), problem.stats + index * 2 * C::kQueries, C::kStatsBytes,
+             shared.dout_full(stage));
     copy_box(shared.dout(stage), dout_map, shared.dout_full(stage), 0, row, 0, head, batch);
-    walk.advance(problem);
   }
 }
 
@@ -150,7 +137,12 @@ class BackwardBase {
         shared_(shared),
         t_(t),
         consumer_(__shfl_sync(0xffffffff, threadIdx.x / 128 - 1, 0)),
-        count_((t.query_end - t.query_begin) * problem.heads_per_key) {}
+        queries_(Queries::of<C::kQueries>(problem, t)) {
+    const int first_key = t.tile * C::kKeys + (C::kWide ? 0 : 64 * consumer_);
+    free_begin_ =
+        first_key + 64 <= t.lengths.seqlen_k ? first_key + 63 - t.diagonal - problem.right : kUnlimited;
+    free_end_ = first_key - t.diagonal + problem.left + 1;
+  }
 
   // Once the whole warp is done. One arrival stands for it; compute-sanitizer's racecheck, which does not see
   // that through, wants one of every thread.
@@ -206,10 +198,7 @@ class BackwardBase {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float tanh = tanh_unit(s[4 * j + i] * problem_.inner);
-        const float exponent = fmaf(problem_.outer, tanh, i % 2 ? -lse.y : -lse.x);
-        // The exponent of a row that is none is infinite.
-        const bool unit = C::kExp2Fma == 0 || (4 * j + i) % (C::kExp2Fma == 0 ? 1 : C::kExp2Fma) != 0;
-        e[i] = unit ? exp2_unit(exponent) : exp2_fma(fmaxf(exponent, -126.f));
+        e[i] = exp2_unit(fmaf(problem_.outer, tanh, i % 2 ? -lse.y : -lse.x));
         if constexpr (kMasked) {
           const int at = 8 * j + i % 2;
           if (at < first[i / 2] || at > last[i / 2]) e[i] = 0.f;
@@ -223,8 +212,8 @@ class BackwardBase {
 
   template <int kScores>
   __device__ __forceinline__ void to_probabilities(float (&s)[kScores], uint32_t (&p)[kScores / 2],
-                                                   uint32_t stats, int query, int masked) const {
-    if (masked >> consumer_ & 1) {
+                                                   uint32_t stats, int query) const {
+    if (query < free_begin_ || query + 2 * kScores > free_end_) {
       to_probabilities_of<true>(s, p, stats, query);
     } else {
       to_probabilities_of<false>(s, p, stats, query);
@@ -249,13 +238,13 @@ class BackwardBase {
 
   // Adds this consumer's part of dq of the i-th tile to the workspace.
   __device__ __forceinline__ void add(const float (&dq)[C::kSums], int at) const {
-    const int4 note = load_words(shared_.note(at));
-    const int64_t index = note.y;
+    const Queries::Place place = queries_.at(at);
+    const int64_t index = queries_.index(problem_, place);
     const int thread = threadIdx.x % 128;
     float* to = problem_.sums + index * (C::kQueries * C::kHeadDim) + consumer_ * C::kSums * 128 + thread * 4;
     int* turns = problem_.turns + 2 * index + consumer_;
     if (problem_.turns != nullptr) {
-      if (thread == 0) wait_for(turns, note.w);
+      if (thread == 0) wait_for(turns, turn_of<C::kQueries, C::kKeys>(problem_, t_, place.tile));
       named_sync(1 + consumer_, 128);
     }
 #pragma unroll
@@ -271,7 +260,8 @@ class BackwardBase {
   const BackwardShared<C>& shared_;
   const KeyTile& t_;
   const int consumer_;
-  const int count_;  // tiles of queries
+  const Queries queries_;
+  int free_begin_, free_end_;  // the queries that see all of this consumer's keys
 };
 
 template <class C>
@@ -283,15 +273,15 @@ class BackwardConsumer : BackwardBase<C> {
 
   __device__ __forceinline__ void run() {
     float dk[C::kHeadDim / 2] = {}, dv[C::kHeadDim / 2] = {};
-    if (count_ > 0) attend(dk, dv);
+    if (queries_.count > 0) attend(dk, dv);
     this->write(dk, dv);
   }
 
  private:
   using Base = BackwardBase<C>;
   using Base::consumer_;
-  using Base::count_;
   using Base::problem_;
+  using Base::queries_;
   using Base::release;
   using Base::shared_;
   using Base::t_;
@@ -357,21 +347,8 @@ class BackwardConsumer : BackwardBase<C> {
   __device__ __forceinline__ void attend(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2]) {
     uint32_t ds[kScores / 2];
     barrier_wait(shared_.keys_full(), 0);
-    if constexpr (C::kAhead) {
-      float s[kScores], s_next[kScores];
-      start(0, s);
-      wgmma_wait<0>();
-      pin(s);
-      for (int i = 0;;) {
-        turn_ahead(i, s, s_next, dk, dv, ds);
-        if (++i == count_) break;
-        turn_ahead(i, s_next, s, dk, dv, ds);
-        if (++i == count_) break;
-      }
-    } else {
-      for (int i = 0; i < count_; ++i) turn(i, dk, dv, ds);
-    }
-    finish_queries(count_ - 1);
+    for (int i = 0; i < queries_.count; ++i) turn(i, dk, dv, ds);
+    finish_queries(queries_.count - 1);
     wgmma_wait<0>();
     pin(dk);
     pin(ds);
@@ -389,93 +366,60 @@ class BackwardConsumer : BackwardBase<C> {
     this->add(dq, i);
   }
 
-  // Issues the scores of the i-th tile.
-  __device__ __forceinline__ void start(int i, float (&s)[kScores]) const {
-    const int stage = stage_of<C::kStages>(i);
-    barrier_wait(shared_.q_full(stage), parity_of<C::kStages>(i));
-    multiply(s, shared_.k(), shared_.q(stage));
-  }
-
-  __device__ __forceinline__ void start_gradients(int i, float (&dp)[kScores]) const {
-    const int stage = stage_of<C::kStages>(i);
-    barrier_wait(shared_.dout_full(stage), parity_of<C::kStages>(i));
-    multiply(dp, shared_.v(), shared_.dout(stage));
-  }
-
-  // dP to dS, also into shared memory for both consumers.
-  __device__ __forceinline__ void hand_over(int i, const float (&w)[kScores], const float (&dp)[kScores],
-                                            uint32_t (&ds)[kScores / 2]) const {
-    this->to_gradients(w, dp, ds, shared_.stats(stage_of<C::kStages>(i)));
-    const int stage = stage_of<C::kScoreStages>(i);
-    barrier_wait(shared_.ds_empty(stage), parity_of<C::kScoreStages>(i) ^ 1);
-    store(ds, shared_.ds(stage));
-    shared_fence();
-    release(shared_.ds_full(stage));
-  }
-
-  // The i-th tile of queries. Nothing but dk is in flight from one turn to the next.
+  // The i-th tile of queries.
   __device__ __forceinline__ void turn(int i, float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2],
                                        uint32_t (&ds)[kScores / 2]) {
     float s[kScores], dp[kScores];
     uint32_t p[kScores / 2];
     const int stage = stage_of<C::kStages>(i);
-    start(i, s);
-    start_gradients(i, dp);
+    barrier_wait(shared_.q_full(stage), parity_of<C::kStages>(i));
+    multiply(s, shared_.k(), shared_.q(stage));
+    barrier_wait(shared_.dout_full(stage), parity_of<C::kStages>(i));
+    multiply(dp, shared_.v(), shared_.dout(stage));
     // The scores, and dk of the tile before.
     wgmma_wait<1>();
     pin(s);
     pin(dk);
     pin(ds);
     if (i > 0) release(shared_.q_empty(stage_of<C::kStages>(i - 1)));
-    const int4 note = load_words(shared_.note(i));
-    this->to_probabilities(s, p, shared_.stats(stage), note.x, note.z);
+    const uint32_t stats = shared_.stats(stage);
+    this->to_probabilities(s, p, stats, queries_.at(i).tile * C::kQueries);
     accumulate(dv, p, shared_.dout(stage));
-    wgmma_wait<1>();
+    if constexpr (C::kTight) {
+      wgmma_wait<0>();
+      pin(dv);
+      pin(p);
+    } else {
+      wgmma_wait<1>();
+    }
     pin(dp);
-    hand_over(i, s, dp, ds);
-    wgmma_wait<0>();
-    pin(dv);
-    pin(p);
-    release(shared_.dout_empty(stage));
-    if (i > 0) finish_queries(i - 1);
-    accumulate(dk, ds, shared_.q(stage));
-  }
-
-  // The i-th tile of queries, its scores being there; those of the next are computed meanwhile. With a branch
-  // around a product the compiler would let only one be in flight: the first turn's dq and the last turn's
-  // next scores come from stale tiles and are dropped.
-  __device__ __forceinline__ void turn_ahead(int i, float (&s)[kScores], float (&s_next)[kScores],
-                                             float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2],
-                                             uint32_t (&ds)[kScores / 2]) {
-    float dp[kScores], dq[C::kSums];
-    uint32_t p[kScores / 2];
-    const int stage = stage_of<C::kStages>(i), before = stage_of<C::kScoreStages>(i + C::kScoreStages - 1);
-    start_gradients(i, dp);
-    const int4 note = load_words(shared_.note(i));
-    this->to_probabilities(s, p, shared_.stats(stage), note.x, note.z);
-    accumulate(dv, p, shared_.dout(stage));
-    const int next = stage_of<C::kStages>(i + 1);
-    if (i + 1 < count_) barrier_wait(shared_.q_full(next), parity_of<C::kStages>(i + 1));
-    multiply(s_next, shared_.k(), shared_.q(next));
-    // dP, and dk of the tile before.
-    wgmma_wait<2>();
-    pin(dp);
-    pin(dk);
-    pin(ds);
-    if (i > 0) release(shared_.q_empty(stage_of<C::kStages>(i - 1)));
-    hand_over(i, s, dp, ds);
-    if (i > 0) barrier_wait(shared_.ds_full(before), parity_of<C::kScoreStages>(i - 1));
-    multiply_keys(dq, shared_.ds(before));
-    accumulate(dk, ds, shared_.q(stage));
-    wgmma_wait<1>();
-    pin(s_next);
-    pin(dv);
-    pin(p);
-    pin(dq);
-    release(shared_.dout_empty(stage));
-    if (i > 0) {
-      release(shared_.ds_empty(before));
-      this->add(dq, i - 1);
+    this->to_gradients(s, dp, ds, stats);
+    const int written = stage_of<C::kScoreStages>(i);
+    barrier_wait(shared_.ds_empty(written), parity_of<C::kScoreStages>(i) ^ 1);
+    store(ds, shared_.ds(written));
+    shared_fence();
+    release(shared_.ds_full(written));
+    if constexpr (C::kTight) {
+      release(shared_.dout_empty(stage));
+      if (i > 0) finish_queries(i - 1);
+      accumulate(dk, ds, shared_.q(stage));
+    } else {
+      float dq[C::kSums];
+      const int before = stage_of<C::kScoreStages>(i - 1);
+      if (i > 0) {
+        barrier_wait(shared_.ds_full(before), parity_of<C::kScoreStages>(i - 1));
+        multiply_keys(dq, shared_.ds(before));
+      }
+      accumulate(dk, ds, shared_.q(stage));
+      wgmma_wait<1>();
+      pin(dv);
+      pin(p);
+      pin(dq);
+      release(shared_.dout_empty(stage));
+      if (i > 0) {
+        release(shared_.ds_empty(before));
+        this->add(dq, i - 1);
+      }
     }
   }
 };

@@ -15,9 +15,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const BackwardShared<C> shared(shared_address(memory));
   const KeyTile t = find_key_tile<C::kQueries, C::kKeys>(problem, blockIdx.x);
   if (t.tile * C::kKeys >= t.lengths.seqlen_k) return;
-  // Consumers have registers for little of it.
-  __shared__ KeyTile kept;
-  if (threadIdx.x == 0) kept = t;
   if (threadIdx.x == 0) {
     prefetch_map(&q_map);
     prefetch_map(&k_map);
@@ -45,9 +42,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   } else {
     take_registers<240>();
     if constexpr (C::kWide) {
-      WideBackwardConsumer<C>(problem, shared, kept).run();
+      WideBackwardConsumer<C>(problem, shared, t).run();
     } else {
-      BackwardConsumer<C>(problem, shared, kept).run();
+      BackwardConsumer<C>(problem, shared, t).run();
     }
   }
 }

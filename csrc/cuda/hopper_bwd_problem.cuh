@@ -110,56 +110,44 @@ __device__ __forceinline__ int turn_of(const BackwardProblem& p, const KeyTile& 
 }
 
 // The tiles of queries of one block in order: those of each head that shares the keys.
-class QueryWalk {
+class Queries {
  public:
+  struct Place {
+    int head, tile;  // within the group of heads; within the sequence
+  };
+
   template <int kQueries>
-  static __device__ __forceinline__ QueryWalk of(const BackwardProblem& p, const KeyTile& t) {
-    QueryWalk q;
+  static __device__ __forceinline__ Queries of(const BackwardProblem& p, const KeyTile& t) {
+    Queries q;
     q.begin_ = t.query_begin;
-    q.end_ = t.query_end;
-    q.head = t.head * p.heads_per_key;
-    q.head_index_ = static_cast<int>(tile_index<kQueries>(p, t.sequence, q.head, 0));
+    q.tiles_ = t.query_end - t.query_begin;
+    q.count = q.tiles_ * p.heads_per_key;
+    q.index_ = static_cast<int>(tile_index<kQueries>(p, t.sequence, t.head * p.heads_per_key, 0));
     // Blocks that see all queries start at different ones, so that they do not all add to the same sums at
     // once.
     const bool spread = p.turns == nullptr && p.right == kUnlimited && p.left == kUnlimited;
-    const int64_t tiles = t.query_end - t.query_begin;
-    q.first_ = t.query_begin + (spread ? static_cast<int>(t.tile * tiles / p.key_tiles) : 0);
-    q.tile = q.first_;
+    q.offset_ = spread ? static_cast<int>(static_cast<int64_t>(t.tile) * q.tiles_ / p.key_tiles) : 0;
     return q;
   }
 
-  __device__ __forceinline__ void advance(const BackwardProblem& p) {
-    if (++tile == end_) tile = begin_;
-    if (tile != first_) return;
-    ++head;
-    head_index_ += p.tiles_a_head;
+  // Computed anew wherever it is needed: registers are dearer than a division.
+  __device__ __forceinline__ Place at(int i) const {
+    const int head = i / tiles_;
+    int tile = i - head * tiles_ + offset_;
+    if (tile >= tiles_) tile -= tiles_;
+    return {head, begin_ + tile};
   }
 
   // Where the workspace keeps the tile.
-  __device__ __forceinline__ int index() const { return head_index_ + tile; }
+  __device__ __forceinline__ int index(const BackwardProblem& p, Place place) const {
+    return index_ + place.head * p.tiles_a_head + place.tile;
+  }
 
-  int head, tile;
+  int count;
 
  private:
-  int begin_, end_, first_, head_index_;
+  int begin_, tiles_, index_, offset_;
 };
-
-// Which of two sets of 64 keys and 64 queries, or 64 keys and twice 32 queries, do not all see each other:
-// bits.
-template <bool kWide>
-__device__ __forceinline__ int masked_parts(const BackwardProblem& p, const KeyTile& t, int key, int query) {
-  int masked = 0;
-#pragma unroll
-  for (int part = 0; part < 2; ++part) {
-    const int first_key = key + (kWide ? 0 : 64 * part), first = query + (kWide ? 32 * part : 0);
-    const int last = first + (kWide ? 31 : 63), last_key = first_key + 63;
-    if (last_key >= t.lengths.seqlen_k || first < last_key - t.diagonal - p.right ||
-        last > first_key - t.diagonal + p.left) {
-      masked |= 1 << part;
-    }
-  }
-  return masked;
-}
 
 // A place in a ring of stages that are used in turn, and the parity of its i-th use.
 template <int kStages>

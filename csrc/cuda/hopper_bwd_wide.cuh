@@ -19,15 +19,15 @@ class WideBackwardConsumer : BackwardBase<C> {
 
   __device__ __forceinline__ void run() {
     float dk[kColumns / 2] = {}, dv[kColumns / 2] = {};
-    if (count_ > 0) attend(dk, dv);
+    if (queries_.count > 0) attend(dk, dv);
     this->write(dk, dv);
   }
 
  private:
   using Base = BackwardBase<C>;
   using Base::consumer_;
-  using Base::count_;
   using Base::problem_;
+  using Base::queries_;
   using Base::release;
   using Base::shared_;
   using Base::t_;
@@ -84,7 +84,7 @@ class WideBackwardConsumer : BackwardBase<C> {
   __device__ __forceinline__ void attend(float (&dk)[kColumns / 2], float (&dv)[kColumns / 2]) {
     barrier_wait(shared_.keys_full(), 0);
     turn<true>(0, dk, dv);
-    for (int i = 1; i < count_; ++i) turn<false>(i, dk, dv);
+    for (int i = 1; i < queries_.count; ++i) turn<false>(i, dk, dv);
     wgmma_wait<0>();
     pin(dv);
     pin(dk);
@@ -113,8 +113,7 @@ class WideBackwardConsumer : BackwardBase<C> {
     pin(s);
     const int query = consumer_ * C::kQueries / 2;
     const uint32_t stats = shared_.stats(stage) + query * 4;
-    const int4 note = load_words(shared_.note(i));
-    this->to_probabilities(s, p, stats, note.x + query, note.z);
+    this->to_probabilities(s, p, stats, queries_.at(i).tile * C::kQueries + query);
     barrier_wait(shared_.ds_empty(scores), parity_of<C::kScoreStages>(i) ^ 1);
     store(p, shared_.p(scores));
     wgmma_wait<0>();

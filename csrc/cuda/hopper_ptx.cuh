@@ -89,20 +89,6 @@ __device__ __forceinline__ float2 load_pair(uint32_t address) {
   return x;
 }
 
-__device__ __forceinline__ int4 load_words(uint32_t address) {
-  int4 x;
-  asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(address)
-               : "memory");
-  return x;
-}
-
-__device__ __forceinline__ void store_words(uint32_t address, int x, int y, int z, int w) {
-  asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z), "r"(w)
-               : "memory");
-}
-
 // Adds four floats to global memory, in no order.
 __device__ __forceinline__ void add_to_global(float* address, float x0, float x1, float x2, float x3) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x0), "f"(x1),
