@@ -1,13 +1,17 @@
-"""Builds softcap_ops, and its C++ kernels where Torch and a compiler are at hand.
+"""Builds softcap_ops, its C++ kernels where Torch and a compiler are at hand, its Hopper kernels where nvcc is.
 
 The extension is bound by Torch's stable ABI and holds no Python, so one wheel serves every torch >= 2.11 and
-every Python. What cannot be built is left out with a line that says why: the package works without it.
+every Python; the Hopper kernels are a C library without any Torch. What cannot be built is left out with a line that
+says why: the package works without it.
 
-    SOFTCAP_OPS_REQUIRE_EXTENSION=1   fail instead of leaving it out
-    SOFTCAP_OPS_SANITIZE=1            AddressSanitizer and UBSan, for tests
+    SOFTCAP_OPS_REQUIRE_EXTENSION=1   fail instead of leaving the C++ kernels out
+    SOFTCAP_OPS_REQUIRE_HOPPER=1      fail instead of leaving the Hopper kernels out; 0: leave them out
+    SOFTCAP_OPS_SANITIZE=1            AddressSanitizer and UBSan, for tests; no Hopper kernels
 """
 
 import os
+import shutil
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
@@ -15,16 +19,18 @@ from glob import glob
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.modified import newer_group
 
 REQUIRED = os.environ.get("SOFTCAP_OPS_REQUIRE_EXTENSION", "0") == "1"
 SANITIZE = os.environ.get("SOFTCAP_OPS_SANITIZE", "0") == "1"
+HOPPER = os.environ.get("SOFTCAP_OPS_REQUIRE_HOPPER")  # "1", "0" or unset
 # The oldest Torch that a wheel built here loads in, as TORCH_TARGET_VERSION wants it.
 TORCH_TARGET_VERSION = "0x020b000000000000"
 
 
-def explain(error: Exception) -> None:
+def explain(kernels: str, error: object) -> None:
     reason = str(error).splitlines()[0][:200]
-    print(f"softcap_ops: built without its C++ kernels: {reason}", file=sys.stderr)
+    print(f"softcap_ops: built without its {kernels} kernels: {reason}", file=sys.stderr)
 
 
 def cpu_extension() -> Extension:
@@ -51,8 +57,46 @@ def cpu_extension() -> Extension:
     )
 
 
+class Hopper(Extension):
+    """The Hopper kernels: a shared library that nvcc builds, one object a source, side by side."""
+
+    def __init__(self, nvcc: str) -> None:
+        self.nvcc = nvcc
+        headers = sorted(glob("csrc/cuda/*.h") + glob("csrc/cuda/*.cuh"))
+        super().__init__("softcap_ops.libsoftcap_hopper", sorted(glob("csrc/cuda/*.cu")), depends=headers)
+
+    def build(self, folder: str, library: str) -> None:
+        os.makedirs(folder, exist_ok=True)
+        os.makedirs(os.path.dirname(library) or ".", exist_ok=True)
+        flags = ["-std=c++17", "-O3", "-gencode", "arch=compute_90a,code=sm_90a"]
+        flags += ["-Xcompiler", "-fPIC,-fvisibility=hidden"]
+
+        def compile_one(source: str) -> str:
+            target = os.path.join(folder, os.path.basename(source) + ".o")
+            if newer_group([source, *self.depends], target):
+                self.run(*flags, "-c", source, "-o", target)
+            return target
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(compile_one, self.sources))
+        self.run("-shared", "-Xlinker", "-s", "-o", library, *objects)
+
+    def run(self, *arguments: str) -> None:
+        done = subprocess.run([self.nvcc, *arguments], capture_output=True, text=True)
+        if done.returncode != 0:
+            sys.stderr.write(done.stdout + done.stderr)
+            raise RuntimeError(f"nvcc failed on {arguments[-3]}")
+
+
+def nvcc() -> str | None:
+    """Where nvcc is, by CUDA_HOME, the path, or the usual place."""
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    found = [shutil.which("nvcc", path=os.path.join(home, "bin")) for home in homes if home]
+    return found[0] or shutil.which("nvcc") or found[-1]
+
+
 class BuildExtension(build_ext):
-    """Compiles in parallel, names the library `_C.so` whatever the Python, and may do without it."""
+    """Compiles in parallel, names the libraries plainly whatever the Python, and may do without them."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"
@@ -71,16 +115,22 @@ class BuildExtension(build_ext):
                 return [obj for objects in pool.map(one, sources) for obj in objects]
 
         self.compiler.compile = compile_parallel
-        super().build_extensions()
+        for ext in list(self.extensions):
+            try:
+                self.build_extension(ext)
+            except Exception as error:
+                hopper = isinstance(ext, Hopper)
+                if HOPPER == "1" if hopper else REQUIRED:
+                    raise
+                explain("Hopper" if hopper else "C++", error)
+                self.extensions.remove(ext)
+        self.distribution.ext_modules = self.extensions
 
-    def run(self) -> None:
-        try:
-            super().run()
-        except Exception as error:
-            if REQUIRED:
-                raise
-            explain(error)
-            self.extensions = self.distribution.ext_modules = []
+    def build_extension(self, ext: Extension) -> None:
+        if isinstance(ext, Hopper):
+            ext.build(os.path.join(self.build_temp, "hopper"), self.get_ext_fullpath(ext.name))
+        else:
+            super().build_extension(ext)
 
 
 class Wheel(bdist_wheel):
@@ -94,13 +144,23 @@ class Wheel(bdist_wheel):
 
 
 def extensions() -> list[Extension]:
+    found: list[Extension] = []
     try:
-        return [cpu_extension()]
+        found.append(cpu_extension())
     except ImportError as error:
         if REQUIRED:
             raise
-        explain(error)
-        return []
+        explain("C++", error)
+    if HOPPER == "0" or SANITIZE:
+        return found
+    compiler = nvcc()
+    if compiler is not None:
+        found.append(Hopper(compiler))
+    elif HOPPER == "1":
+        raise RuntimeError("softcap_ops: SOFTCAP_OPS_REQUIRE_HOPPER=1, and there is no nvcc")
+    else:
+        explain("Hopper", "there is no nvcc")
+    return found
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExtension, "bdist_wheel": Wheel})

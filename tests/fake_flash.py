@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from softcap_ops import _impl, reference
-from softcap_ops.backends import _flash, fa2, fa3
+from softcap_ops.backends import _flash, fa2, fa3, hopper
 
 
 @dataclass
@@ -407,7 +407,7 @@ class FakeFA3:
 
 
 def clear_caches() -> None:
-    for cached in (fa2._load, fa3._load):
+    for cached in (fa2._load, fa3._load, hopper._load):
         cached.cache_clear()
     _impl.forget()
 
@@ -418,6 +418,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (fa2, fa3):
         prober = _flash.Prober(module._launch, module._launch_backward, module._launch_decode)
         monkeypatch.setattr(module, "_prober", prober)
+    monkeypatch.setattr(hopper, "LIBRARY", hopper.LIBRARY.with_name("no library"))
     monkeypatch.setattr(_flash, "_device", lambda probe: torch.device("cpu"))
     monkeypatch.setattr(_flash, "_capturing", lambda probe: False)
     for name in ("flash_attn", "flash_attn.flash_attn_interface", *fa3._BUILDS, *fa3._BUILDS.values()):

@@ -13,6 +13,7 @@ import tempfile
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import softcap_ops
 from softcap_ops import reference
+from softcap_ops._arguments import Options, Packing, resolve
 
 Attention = Callable[..., tuple[Tensor, Tensor]]
 
@@ -148,6 +150,32 @@ def check_parity(
         uncapped = evaluate(lambda q, k, v: sample.reference(q, k, v, softcap=None), x.double(), loss)
         assert misfits(uncapped, ref, Result(*(4 * b for b in bounds))), "this sample cannot tell that the cap is on"
     return actual
+
+
+def through(backend: ModuleType, sample: Sample) -> Attention:
+    """The backend's forward and backward as a differentiable function."""
+
+    class Call(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            packing = Packing(**sample.packing()) if sample.packed else None
+            options = Options(sample.softcap, sample.scale, sample.causal, *sample.window)
+            ctx.call = packing, resolve(options, q.shape[-1])
+            out, lse = backend.forward(q, k, v, *ctx.call)
+            ctx.save_for_backward(q, k, v, out, lse)
+            ctx.set_materialize_grads(False)
+            return out, lse
+
+        @staticmethod
+        def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, ...]:
+            q, k, v, out, lse = ctx.saved_tensors
+            dout = torch.zeros_like(out) if dout is None else dout
+            grads = backend.backward(dout, dlse, q, k, v, out, lse, *ctx.call, (True, True, True))
+            for t in (out, lse, *grads):
+                assert t.is_contiguous()
+            return grads
+
+    return Call.apply  # type: ignore[return-value]
 
 
 def metadata(t: Tensor) -> tuple[Any, ...]:

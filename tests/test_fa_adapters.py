@@ -13,7 +13,7 @@ import torch
 from decode_samples import DECODE_SAMPLES, DecodeSample, check_decode
 from decode_samples import Inputs as DecodeInputs
 from decode_samples import each_sample_and_heat as each_decode_sample_and_heat
-from helpers import Attention, check_parity
+from helpers import check_parity, through
 from samples import SAMPLES, Sample, each_sample_and_heat, named
 from torch import Tensor
 
@@ -34,32 +34,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     yield module
     monkeypatch.undo()
     fake_flash.clear_caches()
-
-
-def through(backend: ModuleType, sample: Sample) -> Attention:
-    """The backend's forward and backward as a differentiable function."""
-
-    class Call(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            packing = Packing(**sample.packing()) if sample.packed else None
-            options = Options(sample.softcap, sample.scale, sample.causal, *sample.window)
-            ctx.call = packing, resolve(options, q.shape[-1])
-            out, lse = backend.forward(q, k, v, *ctx.call)
-            ctx.save_for_backward(q, k, v, out, lse)
-            ctx.set_materialize_grads(False)
-            return out, lse
-
-        @staticmethod
-        def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, ...]:
-            q, k, v, out, lse = ctx.saved_tensors
-            dout = torch.zeros_like(out) if dout is None else dout
-            grads = backend.backward(dout, dlse, q, k, v, out, lse, *ctx.call, (True, True, True))
-            for t in (out, lse, *grads):
-                assert t.is_contiguous()
-            return grads
-
-    return Call.apply  # type: ignore[return-value]
 
 
 @each_sample_and_heat()

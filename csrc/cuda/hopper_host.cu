@@ -2,7 +2,6 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 #include <math.h>
-#include <string.h>
 
 #include "hopper_launch.cuh"
 
@@ -69,13 +68,30 @@ void fill_polynomial(CapConstants* cap, int coefficients, int keys) {
 }
 
 int multiprocessors() {
+  static std::atomic<int> known[64];  // by device, to ask the driver once
   int device = 0, count = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
+  if (cudaGetDevice(&device) != cudaSuccess) device = -1;
+  if (device >= 0 && device < 64 && (count = known[device].load(std::memory_order_relaxed)) != 0)
+    return count;
+  if (device < 0 || cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
     cudaGetLastError();
     return 0;
   }
+  if (device < 64) known[device].store(count, std::memory_order_relaxed);
   return count;
+}
+
+int allow_shared(const void* kernel, int bytes, std::atomic<uint64_t>* allowed) {
+  int device = 64;
+  const bool known = cudaGetDevice(&device) == cudaSuccess && device < 64;
+  const uint64_t bit = known ? uint64_t{1} << device : 0;
+  if (allowed->load(std::memory_order_relaxed) & bit) return kOk;
+  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) != cudaSuccess) {
+    cudaGetLastError();
+    return kErrorDevice;
+  }
+  allowed->fetch_or(bit, std::memory_order_relaxed);
+  return kOk;
 }
 
 int encode_map(CUtensorMap* map, const void* data, int head_dim, int dtype, int64_t tokens, int heads,
@@ -92,14 +108,19 @@ int encode_map(CUtensorMap* map, const void* data, int head_dim, int dtype, int6
                                  bytes(stride_batch, batch)};
   const cuuint32_t box[5] = {64, static_cast<cuuint32_t>(rows), static_cast<cuuint32_t>(head_dim / 64), 1, 1};
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  const CUresult result = encode(
-      map, dtype == SOFTCAP_HOPPER_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-      5, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? kOk : kErrorTensorMap;
+  const auto type =
+      dtype == SOFTCAP_HOPPER_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const auto try_it = [&] {
+    return encode(map, type, 5, const_cast<void*>(data), sizes, strides, box, steps,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  };
+  if (try_it()) return kOk;
+  // A thread that has made no runtime call yet, as those of an autograd engine, has no context.
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || cudaSetDevice(device) != cudaSuccess) cudaGetLastError();
+  return try_it() ? kOk : kErrorTensorMap;
 }
-
-namespace {
 
 int check(const Args* a) {
   if (a == nullptr || a->struct_size != sizeof(Args)) return kErrorStruct;
@@ -135,6 +156,8 @@ int check(const Args* a) {
   }
   return kOk;
 }
+
+namespace {
 
 int forward(const Args& args) {
   Args a = args;

@@ -4,6 +4,8 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <atomic>
+
 #include "hopper_fwd_kernel.cuh"
 #include "softcap_hopper.h"
 
@@ -31,6 +33,9 @@ enum Error : int {
 
 using Args = softcap_hopper_fwd_args;
 
+// Why the arguments would be refused.
+int check(const Args* args);
+
 // One entry a head dimension, each in a file of its own so that they compile side by side.
 int launch_d64(const Args& args, const Problem& problem, const CapConstants& cap);
 int launch_d128(const Args& args, const Problem& problem, const CapConstants& cap);
@@ -50,6 +55,9 @@ void fill_polynomial(CapConstants* cap, int coefficients, int keys);
 
 // Multiprocessors of the current device, 0 on failure.
 int multiprocessors();
+
+// Lets a kernel have this much shared memory on the current device; `allowed` remembers on which ones it may.
+int allow_shared(const void* kernel, int bytes, std::atomic<uint64_t>* allowed);
 
 template <class C>
 int launch(const Args& a, Problem problem, CapConstants cap) {
@@ -94,11 +102,9 @@ int launch(const Args& a, Problem problem, CapConstants cap) {
   const int blocks = static_cast<int>(tiles < processors ? tiles : processors);
 
   const auto kernel = forward_kernel<C>;
-  if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, C::kSharedBytes) !=
-      cudaSuccess) {
-    cudaGetLastError();
-    return kErrorDevice;
-  }
+  static std::atomic<uint64_t> allowed;
+  error = allow_shared(reinterpret_cast<const void*>(kernel), C::kSharedBytes, &allowed);
+  if (error != kOk) return error;
   kernel<<<blocks, C::kThreads, C::kSharedBytes, static_cast<cudaStream_t>(a.stream)>>>(
       q_map, k_map, v_map, problem, cap, static_cast<int>(tiles));
   return cudaGetLastError() == cudaSuccess ? kOk : kErrorLaunch;

@@ -59,6 +59,55 @@ __device__ __forceinline__ void copy_box(uint32_t destination, const CUtensorMap
       : "memory");
 }
 
+// Copies a run of bytes (a multiple of 16, aligned to 16) to shared memory; they complete on the barrier.
+__device__ __forceinline__ void copy_run(uint32_t destination, const void* source, uint32_t bytes,
+                                         uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          destination),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+// Makes this thread's ordinary writes to shared memory visible to matrix products that follow a barrier.
+__device__ __forceinline__ void shared_fence() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit numbers to shared memory: lane l gives the address of row l % 8 of matrix l /
+// 8, register i holds that lane's two elements (row l / 4, columns 2 * (l % 4) and on) of matrix i.
+__device__ __forceinline__ void store_matrices(uint32_t address, uint32_t x0, uint32_t x1, uint32_t x2,
+                                               uint32_t x3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x0),
+               "r"(x1), "r"(x2), "r"(x3)
+               : "memory");
+}
+
+__device__ __forceinline__ float2 load_pair(uint32_t address) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+  return x;
+}
+
+// Adds four floats to global memory, in no order.
+__device__ __forceinline__ void add_to_global(float* address, float x0, float x1, float x2, float x3) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x0), "f"(x1),
+               "f"(x2), "f"(x3)
+               : "memory");
+}
+
+// Waits until a count in global memory reaches a value, and sees what was written before it did.
+__device__ __forceinline__ void wait_for(const int* count, int value) {
+  int seen;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
+  } while (seen != value);
+}
+
+__device__ __forceinline__ void pass_on(int* count) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
+}
+
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(map)) : "memory");
 }

@@ -50,11 +50,19 @@ __device__ __forceinline__ void pin(uint32_t (&x)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
 
+// An address that the compiler cannot carry over from elsewhere: descriptors are cheaper to make anew than to
+// keep in registers.
+__device__ __forceinline__ uint32_t fresh(uint32_t address) {
+  asm volatile("" : "+r"(address));
+  return address;
+}
+
 // Operand lists, one an n: the registers as the instruction text names them, and as the compiler binds them.
 #define SOFTCAP_D8(i)                                                                         \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define SOFTCAP_D32(i) SOFTCAP_D8(i), SOFTCAP_D8(i + 8), SOFTCAP_D8(i + 16), SOFTCAP_D8(i + 24)
+#define SOFTCAP_BIND_32 SOFTCAP_D8(0), SOFTCAP_D8(8)
 #define SOFTCAP_BIND_64 SOFTCAP_D32(0)
 #define SOFTCAP_BIND_80 SOFTCAP_BIND_64, SOFTCAP_D8(32)
 #define SOFTCAP_BIND_96 SOFTCAP_BIND_80, SOFTCAP_D8(40)
@@ -65,6 +73,7 @@ __device__ __forceinline__ void pin(uint32_t (&x)[kCount]) {
 #define SOFTCAP_BIND_176 SOFTCAP_BIND_160, SOFTCAP_D8(80)
 #define SOFTCAP_BIND_192 SOFTCAP_BIND_176, SOFTCAP_D8(88)
 #define SOFTCAP_BIND_256 SOFTCAP_BIND_192, SOFTCAP_D32(96)
+#define SOFTCAP_NAME_32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define SOFTCAP_NAME_64                                                                                     \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%" \
   "28,"                                                                                                     \
@@ -86,6 +95,8 @@ template <int kN, bool kBf16>
 struct Wgmma;
 
 // ss: A and B in shared memory, both k-contiguous, d (+)= a b^T.
+// ss_mixed: both in shared memory, A k-contiguous, B n-contiguous, d (+)= a b.
+// ss_columns: both in shared memory, A m-contiguous, B n-contiguous, d (+)= a^T b.
 // rs: A in registers, B in shared memory and n-contiguous, d += a b.
 // The operands that follow the accumulators are numbered I0 = N / 2 and on.
 #define SOFTCAP_WGMMA_TYPE(N, BF16, TYPE, I0, I1, I2, I3, I4)                                              \
@@ -96,6 +107,26 @@ struct Wgmma;
                    ", 0;\n"                                                                                \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" SOFTCAP_NAME_##N   \
                    "}, %" #I0 ", %" #I1 ", p, 1, 1, 0, 0;\n}"                                              \
+                   : SOFTCAP_BIND_##N                                                                      \
+                   : "l"(a), "l"(b), "r"(accumulate)                                                       \
+                   : "memory");                                                                            \
+    }                                                                                                      \
+    static __device__ __forceinline__ void ss_mixed(float (&d)[N / 2], uint64_t a, uint64_t b,             \
+                                                    int accumulate) {                                      \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                                                \
+                   ", 0;\n"                                                                                \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" SOFTCAP_NAME_##N   \
+                   "}, %" #I0 ", %" #I1 ", p, 1, 1, 0, 1;\n}"                                              \
+                   : SOFTCAP_BIND_##N                                                                      \
+                   : "l"(a), "l"(b), "r"(accumulate)                                                       \
+                   : "memory");                                                                            \
+    }                                                                                                      \
+    static __device__ __forceinline__ void ss_columns(float (&d)[N / 2], uint64_t a, uint64_t b,           \
+                                                      int accumulate) {                                    \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                                                \
+                   ", 0;\n"                                                                                \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" SOFTCAP_NAME_##N   \
+                   "}, %" #I0 ", %" #I1 ", p, 1, 1, 1, 1;\n}"                                              \
                    : SOFTCAP_BIND_##N                                                                      \
                    : "l"(a), "l"(b), "r"(accumulate)                                                       \
                    : "memory");                                                                            \
@@ -115,6 +146,7 @@ struct Wgmma;
   SOFTCAP_WGMMA_TYPE(N, true, "bf16", I0, I1, I2, I3, I4); \
   SOFTCAP_WGMMA_TYPE(N, false, "f16", I0, I1, I2, I3, I4)
 
+SOFTCAP_WGMMA(32, 16, 17, 18, 19, 20);
 SOFTCAP_WGMMA(64, 32, 33, 34, 35, 36);
 SOFTCAP_WGMMA(80, 40, 41, 42, 43, 44);
 SOFTCAP_WGMMA(96, 48, 49, 50, 51, 52);

@@ -7,6 +7,9 @@
 
 #include <stdint.h>
 
+// Everything else is hidden (-fvisibility=hidden): two builds can then be loaded side by side.
+#define SOFTCAP_HOPPER_API __attribute__((visibility("default")))
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -43,12 +46,55 @@ typedef struct softcap_hopper_fwd_args {
 
 // Launches the forward on args->stream of the current device. Returns 0, or a positive code for
 // softcap_hopper_error_string. Nothing was launched when the code is not 0.
-int softcap_hopper_fwd(const softcap_hopper_fwd_args* args);
+SOFTCAP_HOPPER_API int softcap_hopper_fwd(const softcap_hopper_fwd_args* args);
 
 // Why softcap_hopper_fwd would refuse these arguments, without touching a device: 0 when it would not.
-int softcap_hopper_fwd_check(const softcap_hopper_fwd_args* args);
+SOFTCAP_HOPPER_API int softcap_hopper_fwd_check(const softcap_hopper_fwd_args* args);
 
-const char* softcap_hopper_error_string(int code);
+// The gradients of a loss, given its gradients of out and lse. Zero-initialise, set struct_size = sizeof.
+typedef struct softcap_hopper_bwd_args {
+  uint64_t struct_size;
+  const void* q;  // as in the forward, here and below
+  const void* k;
+  const void* v;
+  const void* out;
+  const void* dout;   // like out
+  const float* lse;   // what the forward wrote
+  const float* dlse;  // like lse; may be null: no loss on lse
+  void* dq;           // contiguous, written whole, like q
+  void* dk;           // contiguous, written whole, like k
+  void* dv;           // contiguous, written whole, like v
+  void* workspace;    // softcap_hopper_bwd_workspace() bytes, 128-byte aligned; any contents
+  const int32_t* cu_seqlens_q;
+  const int32_t* cu_seqlens_k;
+  int64_t q_stride_batch, q_stride_token, q_stride_head;
+  int64_t k_stride_batch, k_stride_token, k_stride_head;
+  int64_t v_stride_batch, v_stride_token, v_stride_head;
+  int64_t out_stride_batch, out_stride_token, out_stride_head;
+  int64_t dout_stride_batch, dout_stride_token, dout_stride_head;
+  int64_t total_q, total_k;
+  int32_t batch;
+  int32_t seqlen_q, seqlen_k;
+  int32_t heads_q, heads_k;
+  int32_t head_dim;
+  int32_t dtype;
+  int32_t causal;
+  int32_t window_left, window_right;
+  int32_t deterministic;  // non-zero: the same bits every time, at a price
+  int32_t reserved;
+  float softcap;
+  float scale;
+  void* stream;
+} softcap_hopper_bwd_args;
+
+// Launches the backward, as softcap_hopper_fwd does the forward.
+SOFTCAP_HOPPER_API int softcap_hopper_bwd(const softcap_hopper_bwd_args* args);
+
+// Bytes of workspace for these arguments, of whose pointers only cu_seqlens_q being null or not counts;
+// negative: struct_size is not this build's.
+SOFTCAP_HOPPER_API int64_t softcap_hopper_bwd_workspace(const softcap_hopper_bwd_args* args);
+
+SOFTCAP_HOPPER_API const char* softcap_hopper_error_string(int code);
 
 #ifdef __cplusplus
 }

@@ -18,13 +18,21 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import UnsupportedError
-from . import cpu, fa2, fa3
+from . import cpu, fa2, fa3, hopper
 from .problem import Problem, decode_facts, facts
 
 __all__ = ["Problem", "available_backends", "choose", "decode_facts", "explain", "facts", "refusals", "select"]
 
-# In order of preference: the first that supports a problem serves it.
-_TABLE: tuple[ModuleType, ...] = (fa3, fa2, cpu)
+# In order of preference: the first that supports a problem serves it (see _ordered).
+_TABLE: tuple[ModuleType, ...] = (hopper, fa3, fa2, cpu)
+
+
+def _ordered(problem: Problem) -> list[ModuleType]:
+    """The table in order of preference for `problem`.
+
+    With few queries only splitting the keys over blocks fills a GPU: the FlashAttentions do, our own kernels do not.
+    """
+    return sorted(_TABLE, key=lambda backend: problem.few_queries and backend not in (fa2, fa3))
 
 
 def _named(name: str) -> ModuleType:
@@ -43,7 +51,7 @@ def _refusal(backend: ModuleType, problem: Problem, *, forced: bool) -> str | No
 
 def refusals(problem: Problem) -> dict[str, str | None]:
     """Every backend's name, in order of preference, with its reason for not serving; None = it can."""
-    return {b.NAME: _refusal(b, problem, forced=False) for b in _TABLE}
+    return {b.NAME: _refusal(b, problem, forced=False) for b in _ordered(problem)}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -61,7 +69,7 @@ def select(problem: Problem, name: str | None = None) -> ModuleType:
             )
         return backend
     reasons: dict[str, str] = {}
-    for backend in _TABLE:
+    for backend in _ordered(problem):
         reason = _refusal(backend, problem, forced=False)
         if reason is None:
             return backend

@@ -267,7 +267,9 @@ def _capturing(probe: Probe) -> bool:
 class Prober:
     """The probes of one backend and their outcomes, each taken once a process."""
 
-    def __init__(self, launch: Launch, launch_backward: LaunchBackward, launch_decode: LaunchDecode) -> None:
+    def __init__(
+        self, launch: Launch, launch_backward: LaunchBackward, launch_decode: LaunchDecode | None = None
+    ) -> None:
         self._launch, self._launch_backward, self._launch_decode = launch, launch_backward, launch_decode
         self._outcomes: dict[Probe, Refusal | None] = {}
 
@@ -328,6 +330,7 @@ class Prober:
 
     def _decode_mismatch(self, probe: Probe) -> Refusal | None:
         """One query a sequence, and several: kernels differ in it. Long, short and empty sequences."""
+        assert self._launch_decode is not None  # selection asked for a decode kernel
         device, p = _device(probe), _probe_parameters(probe)
         for seqlen_q in (1, 8):
             q, k, v, cache = _probe_cache(probe, seqlen_q)

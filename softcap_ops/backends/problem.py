@@ -12,6 +12,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .._arguments import Cache, Packing, Parameters
 
+# Below this many tiles of 128 queries, half a large GPU has nothing to do unless the keys are split over blocks, which
+# pays from this many keys on.
+_FEW_TILES, _MANY_KEYS = 64, 1024
+
 # The y and z sides of a CUDA grid, where FlashAttention puts the sequences of a batch.
 _MAX_GRID = 65535
 
@@ -50,6 +54,7 @@ class Problem:
     deterministic: bool
     needs_backward: bool
     over_grid: bool = False  # more sequences than one CUDA grid takes
+    few_queries: bool = False  # so little to do that only splitting the keys fills a GPU
     cached: bool = False  # a decode call: keys and values lie in a cache
     block_size: int = 0  # of a cache in blocks, else 0
     leftpad: bool = False  # a cache whose sequences do not start at 0
@@ -72,14 +77,18 @@ def facts(q: Tensor, k: Tensor, packing: Packing | None, p: Parameters, needs_ba
             causal, window = effective_mask(causal, window, q.shape[1], k.shape[1])
         else:
             causal, window = effective_mask(causal, window, packing.max_seqlen_q, packing.max_seqlen_k)
-    batch = q.shape[0] if packing is None else packing.cu_seqlens_q.shape[0] - 1
+    if packing is None:
+        batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
+    else:
+        batch, queries, keys = packing.cu_seqlens_q.shape[0] - 1, packing.max_seqlen_q, packing.max_seqlen_k
+    heads = q.shape[-2]
     return (
         device.type,
         device.index,
         _capability(device.index) if device.type == "cuda" else None,
         q.dtype,
         q.shape[-1],
-        q.shape[-2],
+        heads,
         k.shape[-2],
         packing is not None,
         p.softcap,
@@ -88,6 +97,7 @@ def facts(q: Tensor, k: Tensor, packing: Packing | None, p: Parameters, needs_ba
         p.deterministic,
         needs_backward,
         batch > _MAX_GRID,
+        keys >= _MANY_KEYS and (queries == 1 or batch * heads * (queries + 127 >> 7) < _FEW_TILES),
     )
 
 
@@ -112,6 +122,7 @@ def decode_facts(q: Tensor, k_cache: Tensor, cache: Cache, p: Parameters) -> tup
         p.deterministic,
         False,
         q.shape[0] > _MAX_GRID,
+        True,
         True,
         0 if cache.block_table is None else k_cache.shape[1],
         cache.cache_leftpad is not None,

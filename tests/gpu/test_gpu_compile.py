@@ -137,12 +137,12 @@ def test_captured_graph_replays_new_lengths(backend: str) -> None:
 
 def test_capture_before_warm_up_is_refused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """case 80: nothing is tried while a graph is captured."""
-    from softcap_ops.backends import _flash, fa2, fa3
+    from softcap_ops.backends import fa2, fa3, hopper
 
-    module = {"fa2": fa2, "fa3": fa3}.get(backend)
+    module = {"fa2": fa2, "fa3": fa3, "hopper": hopper}.get(backend)
     if module is None:
         pytest.skip(f"{backend} has its own test")
-    monkeypatch.setattr(module, "_prober", _flash.Prober(module._launch, module._launch_backward))
+    monkeypatch.setattr(module._prober, "_outcomes", {})
     _impl.forget()
     q = torch.randn(1, 16, 2, 64, device="cuda", dtype=torch.bfloat16)
 
@@ -213,7 +213,7 @@ def test_memory(backend: str) -> None:
 @each_sample(named("gemma2_global", "packed_gemma2"))
 def test_flash_kernels_ran(backend: str, sample: Sample) -> None:
     """By the kernels' names: it was the backend that computed it, forward and backward."""
-    if backend not in ("fa2", "fa3"):
+    if backend not in ("fa2", "fa3", "hopper"):
         pytest.skip(f"{backend} has its own test")
     x = sample.inputs(torch.bfloat16, device="cuda")
     evaluate(on(backend, sample), x)
@@ -221,6 +221,10 @@ def test_flash_kernels_ran(backend: str, sample: Sample) -> None:
         evaluate(on(backend, sample), x, loss="out")
         torch.cuda.synchronize()
     kernels = [e.key for e in profile.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
-    marks = {"fa2": ("flash_fwd", "flash_bwd"), "fa3": ("FlashAttnFwdSm90", "FlashAttnBwdSm90")}[backend]
+    marks = {
+        "fa2": ("flash_fwd", "flash_bwd"),
+        "fa3": ("FlashAttnFwdSm90", "FlashAttnBwdSm90"),
+        "hopper": ("softcap_hopper::forward_kernel", "softcap_hopper::backward_kernel"),
+    }[backend]
     for mark in marks:
         assert any(mark in name for name in kernels), kernels

@@ -76,6 +76,8 @@ def test_head_dims_of_gemma(ranks: Ranks, backend: str, comm: str, head_dim: int
 
 @pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a", "a2a+p2p"])
 def test_the_cap_is_on(ranks: Ranks, backend: str, comm: str) -> None:
+    if backend == "hopper":
+        pytest.skip("hopper refuses the call without a cap that this compares with")
     assert min(ranks.run(uncapped_distance, _case("causal", comm, "zigzag", backend))) > 0.1
 
 
