@@ -5,18 +5,26 @@ approximate tanh, and the eager formula. Times are medians over interleaved roun
 counted, a backward is 2.5 forwards. Inputs are hot: scores of standard deviation 16, where a cap of 50 or 30 bends.
 Errors are against the formula in float32 on the first 1024 tokens.
 
-usage: python benchmarks/bench_attention.py [--only NAME,...] [--shapes NAME,...] [--json FILE] [--plot FILE]
+usage: python benchmarks/bench_attention.py [--only NAME,...] [--shapes NAME,...] [--together]
+           [--json FILE] [--plot FILE]
        python benchmarks/bench_attention.py --table FILE      (the numbers of FILE as a Markdown table)
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -261,13 +269,35 @@ def _peak_mib(call: Callable[[], object]) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def measure(s: Shape, chosen: dict[str, Attention], budget_ms: float) -> list[Row]:
+class Turn(contextlib.AbstractContextManager[None]):
+    """One shape's turn to be timed, where each has a process of its own: they compile together, and are timed alone."""
+
+    def __init__(self, folder: str, shape: str, shapes: int) -> None:
+        self.folder, self.shape, self.shapes = Path(folder), shape, shapes
+
+    def __enter__(self) -> None:
+        (self.folder / f"{self.shape}.ready").touch()
+        while len(list(self.folder.glob("*.ready"))) < self.shapes:
+            time.sleep(0.1)
+        self.lock = (self.folder / "lock").open("w")
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.synchronize()
+        self.lock.close()
+
+
+def measure(
+    s: Shape, chosen: dict[str, Attention], budget_ms: float, turn: contextlib.AbstractContextManager[None]
+) -> list[Row]:
     rows = {name: Row(s.name, name) for name in chosen}
     leaves, dout = inputs_of(s, s.batch, s.seqlen)
     forwards: dict[str, Callable[[], object]] = {}
     backwards: dict[str, Callable[[], object]] = {}
-    for name, attention in chosen.items():
+
+    def prepare(name: str, attention: Attention) -> None:
         row = rows[name]
+        out: Any = None
         try:
             row.error_out, row.error_grad = errors(attention, s, capped=not name.endswith("no cap"))
 
@@ -290,12 +320,19 @@ def measure(s: Shape, chosen: dict[str, Attention], budget_ms: float) -> list[Ro
                 backwards[name] = backward
         except (RuntimeError, NotImplementedError) as error:
             row.note = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
-        finally:
-            out = backward = None  # type: ignore[assignment]
-    for name, ms in _milliseconds(forwards, budget_ms).items():
-        rows[name].forward_ms = ms
-    for name, ms in _milliseconds(backwards, budget_ms).items():
-        rows[name].backward_ms = ms
+
+    for name, attention in chosen.items():
+        if name != "eager":
+            prepare(name, attention)
+    torch.cuda.synchronize()
+    with turn:
+        for name, ms in _milliseconds(forwards, budget_ms).items():
+            rows[name].forward_ms = ms
+        for name, ms in _milliseconds(backwards, budget_ms).items():
+            rows[name].backward_ms = ms
+        if "eager" in chosen:
+            prepare("eager", chosen["eager"])
+        torch.cuda.empty_cache()
     for row in rows.values():
         row.forward_tflops = s.flops / row.forward_ms / 1e9 if row.forward_ms else None
         row.backward_tflops = 2.5 * s.flops / row.backward_ms / 1e9 if row.backward_ms else None
@@ -352,12 +389,39 @@ def _versions() -> dict[str, str]:
     return found
 
 
+def measure_together(shapes: list[str], arguments: list[str], wait_for: int) -> list[dict[str, Any]]:
+    """The rows of all shapes, each from a process of its own: see `Turn`."""
+    with tempfile.TemporaryDirectory() as folder:
+        workers, turns = [], len(shapes) + bool(wait_for)
+        for shape in shapes:
+            command = [sys.executable, __file__, *arguments, "--shapes", shape, "--json", f"{folder}/{shape}.json"]
+            workers.append(subprocess.Popen([*command, "--turn", folder, "--turns", str(turns)]))
+        while wait_for and os.path.exists(f"/proc/{wait_for}"):
+            time.sleep(0.5)
+        if wait_for:
+            Path(folder, "gate.ready").touch()
+        running = dict(zip(shapes, workers, strict=True))
+        while running:
+            time.sleep(0.2)
+            for shape in [shape for shape, worker in running.items() if worker.poll() is not None]:
+                del running[shape]
+                Path(folder, f"{shape}.ready").touch()  # one that failed must not keep the others waiting
+        return [row for shape in shapes if os.path.exists(f"{folder}/{shape}.json")
+                for row in json.loads(Path(folder, f"{shape}.json").read_text())["rows"]]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="providers whose name starts with one of these")
     parser.add_argument("--shapes", default="")
     parser.add_argument("--budget", type=float, default=150.0, help="milliseconds of device time a measurement")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further shape after this")
+    parser.add_argument("--together", action="store_true", help="a process a shape, to compile all at once")
+    parser.add_argument(
+        "--wait-for", type=int, default=0, metavar="PID", help="with --together: time nothing before it ends"
+    )
+    parser.add_argument("--turn", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--turns", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--json", default="")
     parser.add_argument("--plot", default="")
     parser.add_argument("--table", default="")
@@ -369,14 +433,23 @@ def main() -> None:
         if args.plot:
             plot(rows, args.plot)
         return
+    names = [s.name for s in SHAPES if not args.shapes or s.name in args.shapes.split(",")]
+    if args.together:
+        rows = measure_together(names, ["--only", args.only, "--budget", str(args.budget)], args.wait_for)
+        if args.json:
+            with open(args.json, "w") as file:
+                json.dump({"versions": _versions(), "rows": rows}, file, indent=1)
+        print(table(rows))
+        return
     only = tuple(filter(None, args.only.split(",")))
     chosen = {n: f for n, f in providers().items() if not only or n.startswith(only)}
     results: list[dict[str, Any]] = []
     started = time.perf_counter()
     for s in SHAPES:
-        if (args.shapes and s.name not in args.shapes.split(",")) or time.perf_counter() - started > args.seconds:
+        if s.name not in names or time.perf_counter() - started > args.seconds:
             continue
-        for row in measure(s, chosen, args.budget):
+        turn = Turn(args.turn, s.name, args.turns) if args.turn else contextlib.nullcontext()
+        for row in measure(s, chosen, args.budget, turn):
             results.append(asdict(row))
             f, b = row.forward_tflops or 0.0, row.backward_tflops or 0.0
             errors_text = f"{row.error_out or 0:.1e} {row.error_grad or 0:.1e}"

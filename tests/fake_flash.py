@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from softcap_ops import _impl, reference
-from softcap_ops.backends import _flash, fa2, fa3, hopper
+from softcap_ops.backends import _flash, fa2, fa3, hopper, triton
+from softcap_ops.backends.problem import Refusal
 
 
 @dataclass
@@ -419,6 +420,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
         prober = _flash.Prober(module._launch, module._launch_backward, module._launch_decode)
         monkeypatch.setattr(module, "_prober", prober)
     monkeypatch.setattr(hopper, "LIBRARY", hopper.LIBRARY.with_name("no library"))
+    monkeypatch.setattr(triton, "install_error", lambda: Refusal("triton is not installed"))
     monkeypatch.setattr(_flash, "_device", lambda probe: torch.device("cpu"))
     monkeypatch.setattr(_flash, "_capturing", lambda probe: False)
     for name in ("flash_attn", "flash_attn.flash_attn_interface", *fa3._BUILDS, *fa3._BUILDS.values()):

@@ -111,7 +111,7 @@ def test_a_cpu_problem_imports_no_flash_attention(monkeypatch: pytest.MonkeyPatc
     for name in ("flash_attn", "flash_attn_3"):
         monkeypatch.setitem(sys.modules, name, _Bomb(name))
     problem = but(device_type="cpu", device_index=None, capability=None)
-    assert set(backends.refusals(problem)) == {"hopper", "fa3", "fa2", "cpu"}
+    assert set(backends.refusals(problem)) == {"hopper", "fa3", "fa2", "triton", "cpu"}
 
 
 class _Bomb:

@@ -317,6 +317,29 @@ softcap_ops: backend 'absent' cannot serve this call: pip install absent
     assert not table.ran
 
 
+def test_explain_says_what_could_be_installed(table: Table) -> None:
+    """Of what is preferred to the choice, would serve the call, and is absent; whether it must be asked for or not."""
+    table.add("shy", install="no module named shy", opt_in="set SHY=1")
+    table.add("picky", lambda p: "another device", install="no module named picky")
+    table.add("broken", probe="built without softcap")
+    table.add("any")
+    table.add("later", install="no module named later")
+    for module in table.modules:
+        module.INSTALL = f"pip install {module.NAME}"  # type: ignore[attr-defined]
+    q, k, v = BOTH_LAYOUTS[0].inputs().qkv
+    assert_expected_inline(
+        explain(q, k, v, softcap=5.0),
+        """\
+would run on: any
+  shy     set SHY=1
+  picky   another device
+  broken  built without softcap
+  any     supported
+  later   no module named later
+preferred where installed: shy (pip install shy)""",
+    )
+
+
 def test_explain_nothing(table: Table) -> None:
     table.add("absent", install="pip install absent")
     q, k, v = BOTH_LAYOUTS[0].inputs().qkv

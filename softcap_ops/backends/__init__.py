@@ -8,23 +8,26 @@ reason for not serving:
 - `install_error()`: it cannot run here at all;
 - `probe_error(problem)`: this build, on this device, fails at such a problem; settled by one tiny real call.
 
+and, where a person can add it, `INSTALL`: how, in a few words.
+
 Adding a backend is a file here and a row in `_TABLE`.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from types import ModuleType
 from typing import Any
 
 from ..errors import UnsupportedError
-from . import cpu, fa2, fa3, hopper
+from . import cpu, fa2, fa3, hopper, triton
 from .problem import Problem, decode_facts, facts
 
 __all__ = ["Problem", "available_backends", "choose", "decode_facts", "explain", "facts", "refusals", "select"]
 
 # In order of preference: the first that supports a problem serves it (see _ordered).
-_TABLE: tuple[ModuleType, ...] = (hopper, fa3, fa2, cpu)
+_TABLE: tuple[ModuleType, ...] = (hopper, fa3, fa2, triton, cpu)
 
 
 def _ordered(problem: Problem) -> list[ModuleType]:
@@ -95,11 +98,20 @@ def available_backends() -> dict[str, str | None]:
 
 
 def explain(problem: Problem, name: str | None = None) -> str:
-    """The decision and each backend's verdict, as text."""
+    """The decision and each backend's verdict, as text; and what would be preferred if it were installed."""
     rows = [(b, reason or "supported") for b, reason in refusals(problem).items()]
+    chosen = None
     try:
-        decision = f"would run on: {select(problem, name).NAME}"
+        chosen = select(problem, name)
+        decision = f"would run on: {chosen.NAME}"
     except UnsupportedError as error:
         decision = str(error).splitlines()[0]
     width = max(len(b) for b, _ in rows)
-    return "\n".join([decision, *(f"  {b:<{width}}  {verdict}" for b, verdict in rows)])
+    hints = []
+    for backend in itertools.takewhile(lambda b: b is not chosen, _ordered(problem)):
+        how = getattr(backend, "INSTALL", None)
+        if problem.cached and not hasattr(backend, "decode"):
+            continue
+        if how and backend.support_error(problem) is None and backend.install_error() is not None:
+            hints.append(f"preferred where installed: {backend.NAME} ({how})")
+    return "\n".join([decision, *(f"  {b:<{width}}  {verdict}" for b, verdict in rows), *hints])

@@ -21,6 +21,7 @@ from . import _flash
 from .problem import Problem, Refusal
 
 NAME = "fa2"
+INSTALL = "pip install flash-attn, an hour's build"
 
 
 # ---- the installed functions -----------------------------------------------------------------------------------

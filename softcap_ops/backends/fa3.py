@@ -21,6 +21,7 @@ from . import _flash
 from .problem import Problem, Refusal
 
 NAME = "fa3"
+INSTALL = "FlashAttention's hopper/ from source, then SOFTCAP_OPS_FA3=1"
 _VARIABLE = "SOFTCAP_OPS_FA3"
 
 # Module that registers the operators, and module with CONFIG["build_flags"].

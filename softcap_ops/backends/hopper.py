@@ -22,6 +22,7 @@ from . import _flash
 from .problem import Problem, Refusal
 
 NAME = "hopper"
+INSTALL = "install softcap_ops anew where nvcc is"
 LIBRARY = Path(__file__).parents[1] / "libsoftcap_hopper.so"
 
 HEAD_DIMS = (64, 128, 256)

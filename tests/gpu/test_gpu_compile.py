@@ -137,9 +137,9 @@ def test_captured_graph_replays_new_lengths(backend: str) -> None:
 
 def test_capture_before_warm_up_is_refused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """case 80: nothing is tried while a graph is captured."""
-    from softcap_ops.backends import fa2, fa3, hopper
+    from softcap_ops.backends import fa2, fa3, hopper, triton
 
-    module = {"fa2": fa2, "fa3": fa3, "hopper": hopper}.get(backend)
+    module = {"fa2": fa2, "fa3": fa3, "hopper": hopper, "triton": triton}.get(backend)
     if module is None:
         pytest.skip(f"{backend} has its own test")
     monkeypatch.setattr(module._prober, "_outcomes", {})

@@ -204,10 +204,16 @@ def test_layout_mistaken_for_bhsd() -> None:
         softcap_ops.softcap_attention(q, q, q, softcap=50.0)
 
 
-def test_float32_is_refused_with_each_reason() -> None:
-    q = torch.zeros(1, 8, 2, 64, device="cuda")
-    with pytest.raises(softcap_ops.UnsupportedError, match=r"bfloat16 and float16 only, got float32"):
+def test_float64_is_refused_with_each_reason() -> None:
+    q = torch.zeros(1, 8, 2, 64, device="cuda", dtype=torch.float64)
+    with pytest.raises(softcap_ops.UnsupportedError, match=r"bfloat16 and float16 only, got float64"):
         softcap_ops.softcap_attention(q, q, q, softcap=50.0)
+
+
+@each_sample_and_heat()
+def test_float32(backend: str, sample: Sample, hot: bool) -> None:
+    """Where it is offered: no reduced precision in the products, and an exact tanh."""
+    check_parity(sample, inputs(sample, torch.float32, hot), hot=hot, attention=on(backend, sample))
 
 
 def test_requires_grad_in_is_requires_grad_out(backend: str) -> None:
