@@ -85,7 +85,7 @@ def test_float32_layouts(interpreter: Any, sample: Sample) -> None:
     interpreter(_parity, sample, torch.float32, False)
 
 
-@each_sample_and_heat(_small("causal_more_queries", "packed_cross_causal", "off"))
+@each_sample_and_heat(_small("causal_more_queries", "window_self", "packed_cross_causal", "off"))
 def test_float16(interpreter: Any, sample: Sample, hot: bool) -> None:
     """(bfloat16 has no test here: Triton 3.6 interprets its products wrongly. tests/gpu/ has them.)"""
     interpreter(_parity, sample, torch.float16, hot)
@@ -161,7 +161,7 @@ def _nan_rows() -> None:
 
 # ---- machine code ---------------------------------------------------------------------------------------------------
 
-GPUS = [(8, 0), (8, 9), (9, 0), (10, 0)]
+GPUS = {(8, 0): 99, (9, 0): 227, (10, 0): 227}  # KiB of shared memory; 8.0 has 163, but its table serves 8.9 too
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -178,7 +178,6 @@ def test_compiled_without_spills(capability: tuple[int, int], head_dim: int) -> 
 
     from softcap_ops.kernels.ahead import compile_for, resources
 
-    shared = {(8, 0): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227}[capability] * 1024
     spills = 0 if compiler.__version__.startswith("3.6.") else 128
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     plan = triton._Plan(
@@ -187,4 +186,4 @@ def test_compiled_without_spills(capability: tuple[int, int], head_dim: int) -> 
     for name, launch in (("forward", plan.forward), *plan.backward):
         used = resources(compile_for(launch, torch.bfloat16, target))
         assert used.stack <= spills, f"{name}: {used}"
-        assert used.shared <= shared, f"{name}: {used}"
+        assert used.shared <= GPUS[capability] * 1024, f"{name}: {used}"
