@@ -1,4 +1,4 @@
-# Every target does its own set-up: a Python >= 3.10 with venv, and a C++ compiler, are all it needs.
+# Every target but test-gpu does its own set-up: a Python >= 3.10 with venv, and a C++ compiler, are all it needs.
 #
 #   make demo      train a small Gemma-2 through the ops, compiled, beside its eager attention
 #   make test      the whole suite, against the built and installed wheel

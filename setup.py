@@ -85,14 +85,15 @@ class Hopper(Extension):
         done = subprocess.run([self.nvcc, *arguments], capture_output=True, text=True)
         if done.returncode != 0:
             sys.stderr.write(done.stdout + done.stderr)
-            raise RuntimeError(f"nvcc failed on {arguments[-3]}")
+            raise RuntimeError(f"nvcc failed: nvcc {' '.join(arguments)[:150]}")
 
 
 def nvcc() -> str | None:
     """Where nvcc is, by CUDA_HOME, the path, or the usual place."""
-    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
-    found = [shutil.which("nvcc", path=os.path.join(home, "bin")) for home in homes if home]
-    return found[0] or shutil.which("nvcc") or found[-1]
+    home = os.environ.get("CUDA_HOME")
+    places = [home and os.path.join(home, "bin"), None, "/usr/local/cuda/bin"]  # None: the path
+    found = (shutil.which("nvcc", path=place) for place in places if place != "")
+    return next(filter(None, found), None)
 
 
 class BuildExtension(build_ext):

@@ -69,7 +69,7 @@ SCHEMES = (
 )
 
 
-RING = "ring-flash-attn, no cap"  # the registry's package over FlashAttention-2, where it is installed
+RING = "ring-flash-attn, no cap"  # PyPI's package over FlashAttention-2, where it is installed
 try:
     ring: Any = importlib.import_module("ring_flash_attn").zigzag_ring_flash_attn_func
 except Exception:

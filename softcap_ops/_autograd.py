@@ -77,6 +77,12 @@ def _is_kernel_only(*gradients: Tensor | None) -> bool:
     return all(g is None or _C._dispatch_keys(g).raw_repr() in _PLAIN for g in gradients)
 
 
+def _is_as_deterministic(call: _impl.Call, options: Options) -> bool:
+    """Whether torch.use_deterministic_algorithms says what it said at the forward, where it is what counts."""
+    now = torch.are_deterministic_algorithms_enabled()
+    return options.deterministic is not None or call.parameters.deterministic == now
+
+
 def _below_autograd(op: Any, keyset: Any, *args: Any) -> Any:
     with _C._AutoDispatchBelowAutograd():
         return op.redispatch(keyset & _C._after_autograd_keyset, *args)
@@ -105,6 +111,8 @@ class _Forward(_SingleLevelFunction):
         ctx: Any, keyset: Any, q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, options: Options
     ) -> tuple[Tensor, Tensor]:
         (out, lse), call = _inside_function(_forward_below_autograd, keyset, q, k, v, packing, options, True)
+        if _C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            call = None  # what a hook gives back may be anything: the op has to look at it
         # Tensors are saved, the rest is kept: most calls have none but the first five.
         if packing is None and options[-2:] == (None, None):
             ctx.save_for_backward(q, k, v, out, lse)
@@ -127,7 +135,7 @@ class _Forward(_SingleLevelFunction):
         if dout is None:
             dout = out.new_zeros(()).expand(out.shape)
         mask = ctx.needs_input_grad[1:4]
-        if call is not None and _is_kernel_only(dout, dlse):
+        if call is not None and _is_kernel_only(dout, dlse) and _is_as_deterministic(call, options):
             grads = _impl.backward(call, dout, dlse, q, k, v, out, lse, packing, mask)
         else:
             op = _schema.attention_bwd if packing is None else _schema.varlen_attention_bwd

@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensor
 from ._arguments import Cache, Options, Packing
 
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-# Every CUDA backend launches one grid row a head; past this no GPU can run what a CPU could.
+# The FlashAttentions launch one grid row a head; past this they could not run what a CPU could.
 MAX_HEADS = 65535
 
 _DENSE = "(batch, seqlen, heads, head_dim)"
@@ -109,6 +109,9 @@ def options(o: Options) -> None:
         softcap = _scalar_tensor("softcap_tensor", o.softcap_tensor)
     if o.scale_tensor is not None:
         scale = _scalar_tensor("scale_tensor", o.scale_tensor)
+    for name, value in (("softcap", softcap), ("scale", scale)):
+        if isinstance(value, complex):
+            raise TypeError(f"{name} must be a real number or None, got {value!r}")
     if isinstance(softcap, (float, int)) and not 0.0 <= softcap < math.inf:
         raise ValueError(f"softcap must be finite and positive, or 0.0 or None for off, got {softcap}")
     if isinstance(scale, (float, int)) and not -math.inf < scale < math.inf:

@@ -46,7 +46,12 @@ def _batch(
             t if d is None else t.new_zeros(t.shape[:d] + t.shape[d + 1 :]) for t, d in zip(tensors, dims, strict=True)
         )
         results = op(*items, *args[leading:])
-        return tuple(r.unsqueeze(axis).narrow(axis, 0, 0) for r, axis in zip(results, out_axes, strict=True)), out_axes
+        none = [
+            (r, None) if r.dim() == 1 else (r.unsqueeze(a).narrow(a, 0, 0), a)
+            for r, a in zip(results, out_axes, strict=True)
+        ]
+        values, out_dims = zip(*none, strict=True)
+        return values, out_dims
     joined = (_join(t, d, axis, size) for t, d, axis in zip(tensors, dims, axes, strict=True))
     results = op(*joined, *args[leading:])
     values, out_dims = zip(*(_split(r, axis, size) for r, axis in zip(results, out_axes, strict=True)), strict=True)

@@ -299,14 +299,21 @@ def explain(
     """
     _validation.types(q, k, v, causal, deterministic, backend)
     left, right = _validation.scalars(softcap, scale, window)
+    packing_arguments = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if cache_seqlens is None and (cache_leftpad is not None or block_table is not None):
+        raise ValueError("cache_seqlens must be given with cache_leftpad or block_table")
     if cache_seqlens is not None:
+        if any(a is not None for a in packing_arguments):
+            raise ValueError("cache_seqlens is for calls on a KV cache, cu_seqlens for packed ones: not both")
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
+            return "would be refused: attention on a KV cache has no gradient, and q, k or v requires one"
         cache = _validation.cache(cache_seqlens, cache_leftpad, block_table)
         options = Options(softcap, scale, causal, left, right, deterministic, backend)
         _validation.decode(q, k, v, cache, options)
         facts = backends.decode_facts(q, k, cache, resolve(options, q.shape[-1]))
         return backends.explain(backends.Problem(*facts), backend)
     packing = None
-    if any(a is not None for a in (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)):
+    if any(a is not None for a in packing_arguments):
         packing = _validation.lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options = Options(softcap, scale, causal, left, right, deterministic, backend)
     _validation.inputs(q, k, v, packing, options)

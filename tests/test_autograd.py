@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from softcap_ops import reference
+from softcap_ops import reference, softcap_attention
 from softcap_ops.backends import cpu
 
 BOTH_LAYOUTS = named("gqa", "packed_gqa")
@@ -417,3 +417,34 @@ def test_reentrant_checkpoint() -> None:
 def _assert_equal(actual: Result, expected: Result) -> None:
     for name in Result._fields:
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+
+
+def test_deterministic_is_asked_for_at_the_backward_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch.use_deterministic_algorithms says when a gradient is computed is what its kernel is told."""
+
+    told = []
+    original = cpu.backward
+
+    def backward(*args: Any) -> Any:
+        told.append(args[8].deterministic)
+        return original(*args)
+
+    monkeypatch.setattr(cpu, "backward", backward)
+    q = torch.randn(1, 8, 2, 8, requires_grad=True)
+    try:
+        for before, after in ((False, False), (False, True), (True, False)):
+            torch.use_deterministic_algorithms(before)
+            out = softcap_attention(q, q, q, softcap=1.0)
+            torch.use_deterministic_algorithms(after)
+            out.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert told == [False, True, False]
+
+
+def test_what_a_saved_tensor_hook_gives_back_is_checked() -> None:
+    q = torch.randn(1, 8, 2, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t):
+        out = softcap_attention(q, q, q, softcap=1.0)
+    with pytest.raises(TypeError, match=r"dout must be torch\.bfloat16"):
+        out.sum().backward()

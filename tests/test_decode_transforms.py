@@ -179,6 +179,19 @@ def test_vmap(mapped: str) -> None:
         torch.testing.assert_close((actual[0][i], actual[1][i]), expected)
 
 
+@pytest.mark.parametrize("size", [0, 2])
+def test_vmap_without_lse(size: int) -> None:
+    (sample,) = named("leftpad")
+    x = sample.inputs(poison=0.0)
+    queries = x.q.expand(size, *x.q.shape)
+    op = torch.ops.softcap_ops.decode_attention_fwd
+    out, lse = torch.vmap(lambda q: op(q, x.k_cache, x.v_cache, x.cache_seqlens, None, None, 5.0, return_lse=False))(
+        queries
+    )
+    assert out.shape == queries.shape
+    assert lse.numel() == 0
+
+
 def test_vmap_paged() -> None:
     """Blocks are shared: the table may be mapped, the caches may not."""
     (sample,) = named("paged")

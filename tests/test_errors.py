@@ -274,6 +274,8 @@ def mistakes() -> list[Mistake]:
     for base, kind in ((DENSE, "dense"), (PACKED, "packed")):
         row(f"{kind}, softcap a string", base, {"softcap": "50"}, TypeError, f"softcap must be {number}, got str",
             PUBLIC)
+        row(f"{kind}, softcap a complex number", base, {"softcap": 1j}, TypeError,
+            "softcap must be a real number or None, got 1j", OP)
         row(f"{kind}, softcap a bool", base, {"softcap": True}, TypeError, f"softcap must be {number}, got bool",
             PUBLIC)
         row(f"{kind}, case 54, softcap a 0-d tensor", base, {"softcap": torch.tensor(50.0)}, TypeError,

@@ -377,3 +377,14 @@ def test_explain_on_this_machine() -> None:
     lines = explain(q, k, v, softcap=5.0).splitlines()
     assert lines[0] == "would run on: cpu"
     assert [line.split()[0] for line in lines[1:]] == list(softcap_ops.available_backends())
+
+
+def test_explain_of_a_call_on_a_cache() -> None:
+    q, lengths = torch.randn(1, 4, 2, 8), torch.tensor([3], dtype=torch.int32)
+    assert explain(q, q, q, softcap=5.0, cache_seqlens=lengths).startswith("would run on: cpu")
+    refused = explain(q.requires_grad_(), q, q, softcap=5.0, cache_seqlens=lengths)
+    assert refused.startswith("would be refused: attention on a KV cache has no gradient")
+    with pytest.raises(ValueError, match="cache_seqlens must be given with cache_leftpad"):
+        explain(q, q, q, softcap=5.0, cache_leftpad=lengths)
+    with pytest.raises(ValueError, match="not both"):
+        explain(q, q, q, softcap=5.0, cache_seqlens=lengths, max_seqlen_q=4)

@@ -379,6 +379,10 @@ def test_window_counts_the_token_itself():
         ("block_table", {"block_table": torch.zeros(1, 1)}),
         ("k_cache", {"k_cache": torch.zeros(1, 1)}),
         ("s_aux", {"s_aux": torch.zeros(2)}),
+        ("position_bias", {"position_bias": torch.zeros(1, 2, 4, 4)}),
+        ("sinks", {"sinks": torch.zeros(2)}),
+        ("block_indices", {"block_indices": torch.zeros(1, 2, dtype=torch.int64)}),
+        ("unheard_of", {"unheard_of": torch.zeros(2)}),
         ("output_attentions", {"output_attentions": True}),
         ("attn_logit_softcapping", {"softcap": None}),
         ("attention_mask of 4 dimensions", {"attention_mask": torch.ones(1, 1, 4, 4)}),
@@ -390,6 +394,21 @@ def test_what_is_not_offered_is_refused_by_name(named, kwargs):
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(softcap_ops.UnsupportedError, match=named):
         integration.attention(layer(), q, q, q, **{"attention_mask": None, "softcap": CAP, **kwargs})
+
+
+def test_a_window_of_no_token_is_refused():
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(ValueError, match="sliding_window must be at least 1 token or None, got 0"):
+        integration.attention(layer(), q, q, q, None, softcap=CAP, sliding_window=0)
+
+
+def test_a_mask_of_integers_is_a_mask():
+    """As many tokens as sequences: nothing in its shape tells such a mask from another pair of rows."""
+    q, mask = torch.randn(2, 2, 2, 8), torch.tensor([[0, 1], [1, 1]])
+    expected, _ = integration.attention(layer(), q, q, q, mask.bool(), softcap=CAP)
+    for dtype in (torch.int32, torch.int64):
+        actual, _ = integration.attention(layer(), q, q, q, mask.to(dtype), softcap=CAP)
+        assert torch.equal(actual, expected)
 
 
 def test_dropout_in_training_is_refused(ids):

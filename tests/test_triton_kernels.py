@@ -159,6 +159,22 @@ def _nan_rows() -> None:
     assert torch.equal(out.isnan().any(-1).transpose(1, 2), expected)
 
 
+# ---- launches ---------------------------------------------------------------------------------------------------
+
+
+def test_what_one_call_compiled_serves_all() -> None:
+    """A launch keeps its first compilation: nothing may be compiled in that another call of its kind could change."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("TRITON_INTERPRET=1: nothing is compiled")
+    from softcap_ops.kernels import attend, differentiate
+
+    for kernel in (attend.attend, differentiate.prepare, differentiate.differentiate_keys,
+                   differentiate.differentiate_queries):  # fmt: skip
+        integers = [p for p in kernel.params if not p.is_constexpr and p.name[0].islower() and "scale" not in p.name]
+        specialised = {p.name for p in integers if not p.do_not_specialize}
+        assert specialised <= {"shift"}, kernel
+
+
 # ---- machine code ---------------------------------------------------------------------------------------------------
 
 GPUS = {(8, 0): 99, (9, 0): 227, (10, 0): 227}  # KiB of shared memory; 8.0 has 163, but its table serves 8.9 too

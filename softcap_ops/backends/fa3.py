@@ -1,6 +1,6 @@
 """FlashAttention-3 on Hopper, by its raw operators: opt-in, by SOFTCAP_OPS_FA3=1 or backend="fa3".
 
-Two builds are known: FlashAttention's own `hopper/` (namespace flash_attn_3) and the registry's forward-only fa3-fwd
+Two builds are known: FlashAttention's own `hopper/` (namespace flash_attn_3) and PyPI's forward-only fa3-fwd
 (namespace fa3_fwd). FA3's Python wrapper is not used: the gradient it registers drops cu_seqlens and deterministic.
 Builds leave features out under an unchanged schema: their flags are read, and a real call is made all the same.
 """

@@ -27,6 +27,7 @@ LIBRARY = Path(__file__).parents[1] / "libsoftcap_hopper.so"
 
 HEAD_DIMS = (64, 128, 256)
 _UNLIMITED = 2**30  # a window side as large as this hides nothing
+_LARGEST = 3e38  # of float32, about: a scale beyond it saturates every score just the same
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 
 # softcap_hopper_fwd_args of csrc/cuda/softcap_hopper.h: struct_size; pointers; strides and totals; integers; softcap,
@@ -109,7 +110,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, p: Paramet
     arguments = _FORWARD.pack(
         _FORWARD.size, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), *pointers,
         *_strides(q), *_strides(k), *_strides(v), *_strides(out), *sizes, q.shape[-2], k.shape[-2], q.shape[-1],
-        _DTYPES[q.dtype], p.causal, min(left, _UNLIMITED), min(right, _UNLIMITED), p.softcap, p.scale,
+        _DTYPES[q.dtype], p.causal, min(left, _UNLIMITED), min(right, _UNLIMITED), p.softcap, _float32(p.scale),
         _stream(q.device),
     )  # fmt: skip
     _call(_library().softcap_hopper_fwd, arguments, q.device)
@@ -161,13 +162,17 @@ def _launch_backward(
         0 if dlse is None else dlse.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), 0, *pointers,
         *_strides(q), *_strides(k), *_strides(v), *_strides(out), *_strides(dout), *sizes, q.shape[-2], k.shape[-2],
         q.shape[-1], _DTYPES[q.dtype], p.causal, min(left, _UNLIMITED), min(right, _UNLIMITED), p.deterministic, 0,
-        p.softcap, p.scale, _stream(q.device),
+        p.softcap, _float32(p.scale), _stream(q.device),
     )  # fmt: skip
     library = _library()
     workspace = torch.empty(library.softcap_hopper_bwd_workspace(arguments), dtype=torch.uint8, device=q.device)
     address = workspace.data_ptr().to_bytes(8, sys.byteorder)
     arguments = arguments[:_WORKSPACE_AT] + address + arguments[_WORKSPACE_AT + 8 :]
     _call(library.softcap_hopper_bwd, arguments, q.device)
+
+
+def _float32(scale: float) -> float:
+    return max(-_LARGEST, min(scale, _LARGEST))
 
 
 def _strides(t: Tensor) -> tuple[int, ...]:

@@ -133,7 +133,7 @@ def _running_max_and_shift(softcap: float, dtype: torch.dtype) -> tuple[bool, fl
     """Whether exp2 needs the row's maximum, and else the constant to take from each score, in log2 units.
 
     Scores lie in [-c, c]. Sums of 2^(score - shift) times values must stay under 2^127, leaving 2^35 for the sum and
-    the values, and the least 2^(-c - shift) must be a normal number: of float16, where P is rounded to that.
+    the values, and the least 2^(-c - shift) must be a normal number (or half of one): of float16, where P is.
     """
     c = softcap * _LOG2E
     if dtype == torch.float16:

@@ -91,6 +91,8 @@ class _Forward(_SingleLevelFunction):
         out, lse = _autograd._inside_function(_autograd._below_autograd, *args)
         ctx.save_for_backward(q, k, v, out, lse, *sharding[:4], options.softcap_tensor, options.scale_tensor)
         ctx.set_materialize_grads(False)
+        if not return_lse:  # the others would not expect a gradient of it
+            ctx.mark_non_differentiable(lse)
         ctx.sharding = sharding[4:]
         ctx.sends_dlse = return_lse and sharding.comm.startswith("a2a")
         ctx.options = options._replace(softcap_tensor=None, scale_tensor=None)

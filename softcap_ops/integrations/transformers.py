@@ -28,6 +28,17 @@ from ..errors import UnsupportedError
 _REMEDY = "attn_implementation='eager' offers it."
 
 
+# What some models hand their attention beside q, k, v and the mask, and what ours would drop.
+_CHANGES_SCORES = {
+    "position_bias": "an additive bias",
+    "head_mask": "a mask of heads",
+    "sinks": "an attention sink",
+    "s_aux": "an attention sink",
+    "indices": "a choice of keys",
+    "block_indices": "a choice of keys",
+}
+
+
 def register(name: str = "softcap_ops") -> str:
     """Register softcap_ops with transformers as an attention implementation.
 
@@ -77,7 +88,7 @@ def attention(
         module: the attention layer; read for `is_causal` and its config.
         query: (batch, heads_q, seqlen_q, head_dim).
         key, value: (batch, heads_kv, seqlen_k, head_dim).
-        attention_mask: what the mask function below returned: None; int32 (1 or 2, batch), the end and the beginning
+        attention_mask: what the mask function below returned: None; int32 (1 or 2, batch, 1), the end and beginning
             of each row's keys; or bool (batch, tokens), False = padding, for the first `tokens` keys. Later keys do not
             exist yet, and the queries are the last of those tokens.
         dropout: must be 0.
@@ -93,6 +104,8 @@ def attention(
         (out (batch, seqlen_q, heads_q, head_dim), None).
     """
     _refuse_what_is_not_offered(module, attention_mask, dropout, softcap, is_causal, kwargs)
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window must be at least 1 token or None, got {sliding_window}")
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     options: dict[str, Any] = {
         "softcap": softcap,
@@ -102,8 +115,9 @@ def attention(
     }
 
     if attention_mask is not None:
-        attend = _decoded if attention_mask.dtype == torch.int32 else _padded
-        return attend(q, k, v, attention_mask, options), None
+        if _is_key_ranges(attention_mask):
+            return _decoded(q, k, v, attention_mask, options), None
+        return _padded(q, k, v, attention_mask.to(torch.bool), options), None
 
     packing: tuple[Any, ...] = (cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     if any(part is not None for part in packing):
@@ -188,15 +202,20 @@ def _left_padding(attention_mask: Tensor) -> Tensor:
 
 
 def _key_ranges(batch_size: int, columns: int | Tensor, padding: Tensor | None, device: Any) -> Tensor:
-    """What the decode op needs of a mask that hides nothing but left padding: int32 (2, batch), the columns before
-    which each row's keys end and at which they begin; (1, batch) where all begin at 0.
+    """What the decode op needs of a mask that hides nothing but left padding: int32 (2, batch, 1), the columns before
+    which each row's keys end and at which they begin; (1, batch, 1) where all begin at 0.
 
     Its shape does not depend on the number of columns: a compiled step with a static cache is compiled once.
     """
     ends = torch.zeros(batch_size, dtype=torch.int32, device=device) + columns
     if padding is None:
-        return ends.to(torch.int32).unsqueeze(0)
-    return torch.stack([ends, torch.minimum(padding.clamp(min=0), ends)]).to(torch.int32)
+        return ends.to(torch.int32).view(1, -1, 1)
+    return torch.stack([ends, torch.minimum(padding.clamp(min=0), ends)]).to(torch.int32).unsqueeze(-1)
+
+
+def _is_key_ranges(mask: Tensor) -> bool:
+    """Told from a mask by its dimensions: no mask has three."""
+    return mask.dim() == 3 and mask.dtype == torch.int32
 
 
 def _key_mask(
@@ -238,13 +257,17 @@ def _refuse_what_is_not_offered(
         )
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         _refuse("bidirectional attention (is_causal=False)")
-    if mask is not None and mask.dim() != 2:
+    if mask is not None and mask.dim() != 2 and not _is_key_ranges(mask):
         _refuse(f"an attention_mask of {mask.dim()} dimensions (one of the model's or the caller's own)")
     for name in ("block_table", "k_cache", "v_cache"):
         if kwargs.get(name) is not None:
             _refuse(f"a paged KV cache ({name})", "Generate with model.generate, not with continuous batching.")
-    if kwargs.get("s_aux") is not None:
-        _refuse("an attention sink (s_aux)")
+    for name, what in _CHANGES_SCORES.items():
+        if kwargs.get(name) is not None:
+            _refuse(f"{what} ({name})")
+    for name, value in kwargs.items():
+        if name != "num_items_in_batch" and isinstance(value, Tensor) and value.is_floating_point():  # (Trainer's)
+            _refuse(f"{name}, a tensor that may change the scores,")
     output_attentions = kwargs.get("output_attentions")
     if getattr(config, "output_attentions", False) if output_attentions is None else output_attentions:
         _refuse("output_attentions=True (the weights are never formed)")
@@ -281,7 +304,7 @@ def _refuse_other_patterns(
 
 def _decoded(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, options: dict[str, Any]) -> Tensor:
     """On the cache as it lies, left padding skipped: nothing is gathered, and no length leaves the device."""
-    ends, leftpad = ranges[0], (ranges[1] if ranges.shape[0] == 2 else None)
+    ends, leftpad = ranges[0, :, 0], (ranges[1, :, 0] if ranges.shape[0] == 2 else None)
     try:
         return softcap_attention_decode(q, k, v, ends, cache_leftpad=leftpad, **options)
     except UnsupportedError:  # no backend here reads caches

@@ -13,7 +13,19 @@ others. Out is therefore divided by the sum of the rounded ones, which undoes mo
 import triton
 import triton.language as tl
 
-from .pieces import LN2, exp2, keys_of, load_tile, log2_score, rows_from, sequence, store_tile, tile_of, visible
+from .pieces import (
+    LN2,
+    STRIDES,
+    exp2,
+    keys_of,
+    load_tile,
+    log2_score,
+    rows_from,
+    sequence,
+    store_tile,
+    tile_of,
+    visible,
+)
 
 
 @triton.jit
@@ -50,7 +62,7 @@ def _step(
     return acc, total, rounded_total, top
 
 
-_INTEGERS = ["rows_q", "rows_k", "heads_q", "group", "blocks", "left", "right"]
+_INTEGERS = ["rows_q", "rows_k", "heads_q", "group", "blocks", "left", "right", *STRIDES]
 
 
 @triton.jit(do_not_specialize=_INTEGERS, do_not_specialize_on_alignment=["Lse", "CuQ", "CuK"])

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from .pieces import (
     LOG2E,
+    STRIDES,
     exp2,
     keys_of,
     load_tile,
@@ -27,11 +28,11 @@ from .pieces import (
     visible,
 )
 
-_INTEGERS = ["rows_q", "rows_k", "heads_q", "heads_kv", "group", "blocks", "left", "right"]
+_INTEGERS = ["rows_q", "rows_k", "heads_q", "heads_kv", "group", "blocks", "left", "right", *STRIDES]
 _UNALIGNED = ["Lse", "Delta", "CuQ", "CuK"]
 
 
-@triton.jit(do_not_specialize=["rows", "heads"], do_not_specialize_on_alignment=["Lse", "DLse", "Delta"])
+@triton.jit(do_not_specialize=["rows", "heads", *STRIDES], do_not_specialize_on_alignment=["Lse", "DLse", "Delta"])
 def prepare(
     Out, DOut, Lse, DLse, Delta, o_batch: tl.int64, o_row: tl.int64, o_head: tl.int64, d_batch: tl.int64,
     d_row: tl.int64, d_head: tl.int64, rows, heads, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr,

@@ -10,6 +10,9 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
+# Not to be specialised on: what is compiled for one call's strides serves all calls (launch.py).
+STRIDES = [f"{tensor}_{axis}" for tensor in "qkvdo" for axis in ("batch", "row", "head")]
+
 
 @triton.jit
 def sequence(cu_seqlens, i, rows, PACKED: tl.constexpr):

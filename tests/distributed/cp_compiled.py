@@ -43,6 +43,17 @@ def check_compiled(case: Case) -> None:
     assert (_nodes(forwards, "cp_attention_fwd"), _nodes(backwards, "cp_attention_bwd")) == (1, 1)
 
 
+def check_lse_that_was_not_asked_for() -> None:
+    """The bare op with return_lse=False: a loss on its lse, which the other ranks would not expect, is an error."""
+    q = torch.randn(2, 8, 4, 8, requires_grad=True)
+    group = dist.group.WORLD
+    assert group is not None
+    args = (None,) * 6, [group.group_name], "a2a", "zigzag", 5.0
+    out, lse = torch.ops.softcap_ops.cp_attention_fwd(q, q, q, *args[0], *args[1:], return_lse=False)
+    assert out.requires_grad
+    assert not lse.requires_grad
+
+
 def check_recompiles_for_no_cap() -> None:
     """Two caps, then a third: at most two graphs, as the cap becomes an input of the second."""
     torch._dynamo.reset()

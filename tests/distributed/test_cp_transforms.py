@@ -29,6 +29,10 @@ def test_checkpointed(two: Ranks, comm: str) -> None:
     two.run(cp_compiled.check_checkpointed, Case(BY_NAME["sliding_gqa"], comm, "zigzag"))
 
 
+def test_lse_that_was_not_asked_for_has_no_gradient(two: Ranks) -> None:
+    two.run(cp_compiled.check_lse_that_was_not_asked_for)
+
+
 def test_each_tensor_is_saved_once(two: Ranks) -> None:
     two.run(cp_compiled.check_saved_once)
 
