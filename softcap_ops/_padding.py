@@ -45,13 +45,14 @@ def from_lengths(cu_seqlens: Tensor, seqlen: int) -> Packed:
 
 
 def from_offsets(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, rows: int) -> Packed:
-    """From packed rows in which sequence b begins at row cu_seqlens_padded[b]."""
+    """From packed rows in which sequence b begins at row cu_seqlens_padded[b]; what is before the first is padding."""
     if cu_seqlens_padded is None or cu_seqlens_padded is cu_seqlens:
         return Packed(cu_seqlens, None)
     row = torch.arange(rows, device=cu_seqlens.device, dtype=cu_seqlens_padded.dtype)
     # The last sequence that begins at or before the row: those of no rows at all begin where the next one does.
     sequence = torch.searchsorted(cu_seqlens_padded[:-1].contiguous(), row, right=True) - 1
-    return Packed(cu_seqlens, _tokens_first(row - cu_seqlens_padded[sequence] < cu_seqlens.diff()[sequence]))
+    position = row - cu_seqlens_padded[sequence]
+    return Packed(cu_seqlens, _tokens_first((row >= cu_seqlens_padded[0]) & (position < cu_seqlens.diff()[sequence])))
 
 
 def _tokens_first(is_token: Tensor) -> Tensor:

@@ -48,8 +48,8 @@ def tensor(name: str, value: Any) -> None:
 
 def scalars(softcap: Any, scale: Any, window: Any) -> tuple[Any, Any]:
     """Check the Python types of the public functions' scalars; returns (left, right) of the window."""
-    _number("softcap", softcap, "0.0 or None turns the cap off")
-    _number("scale", scale, "None means head_dim ** -0.5")
+    number("softcap", softcap, "0.0 or None turns the cap off")
+    number("scale", scale, "None means head_dim ** -0.5")
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window must be a pair (left, right) of ints, -1 = unlimited, got {window!r}")
     left, right = window
@@ -58,7 +58,7 @@ def scalars(softcap: Any, scale: Any, window: Any) -> tuple[Any, Any]:
     return left, right
 
 
-def _number(name: str, value: Any, note: str) -> None:
+def number(name: str, value: Any, note: str) -> None:
     if value is None or (isinstance(value, (float, int)) and not isinstance(value, bool)):
         return
     if isinstance(value, Tensor):
@@ -126,10 +126,10 @@ def _scalar_tensor(name: str, value: Tensor) -> float | None:
         raise ValueError(
             f"{name} must be a 0-d float64 CPU tensor, got shape {tuple(value.shape)}, {value.dtype} on {value.device}"
         )
-    return None if _is_fake(value) else value.item()
+    return None if is_fake(value) else value.item()
 
 
-def _is_fake(t: Tensor) -> bool:
+def is_fake(t: Tensor) -> bool:
     return isinstance(t, FakeTensor) or t.is_meta
 
 

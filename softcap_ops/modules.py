@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from . import _padding
+from . import _padding, _validation
 from .api import softcap_attention, softcap_attention_varlen
 from .distributed import context_parallel_attention
 from .errors import UnsupportedError
@@ -102,7 +102,7 @@ class DotProductAttention(torch.nn.Module):
             effect: they serve dropout, communication that is organised otherwise here, and debugging.
 
     Raises:
-        ValueError: a value is wrong; the message names the argument.
+        ValueError, TypeError: a value is wrong; the message names the argument.
         UnsupportedError: what it asks for is not offered; the message names the argument.
     """
 
@@ -134,13 +134,17 @@ class DotProductAttention(torch.nn.Module):
         softcap: float | None = 0.0,
     ) -> None:
         super().__init__()
-        head_dim, head_dim_v = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
+        pair = tuple(kv_channels) if isinstance(kv_channels, (tuple, list)) else (kv_channels, kv_channels)
+        if len(pair) != 2 or not all(isinstance(n, int) for n in pair):
+            raise TypeError(f"kv_channels must be an int, or a pair of ints, got {kv_channels!r}")
+        head_dim, head_dim_v = pair
         _refuse_unless(head_dim == head_dim_v, f"kv_channels={kv_channels}: values of another size than keys")
         _refuse_unless(not attention_dropout, f"attention_dropout={attention_dropout}")
         _refuse_unless(softmax_type == "vanilla", f"softmax_type={softmax_type!r}")
         _refuse_unless(not return_max_logit, f"return_max_logit={return_max_logit}")
         if attention_type not in ("self", "cross"):
             raise ValueError(f'attention_type must be "self" or "cross", got {attention_type!r}')
+        _validation.number("softmax_scale", softmax_scale, "None means head_dim ** -0.5")
         _check_softcap(softcap)
 
         self.tp_size = tp_size if tp_group is None else tp_group.size()
@@ -265,6 +269,9 @@ class DotProductAttention(torch.nn.Module):
         Raises:
             ValueError, TypeError: an argument is wrong; the message names it.
             UnsupportedError: an argument asks for what is not offered, or no backend can serve the call.
+            RuntimeError: in place of UnsupportedError, sequences of different lengths of q and k under a diagonal at
+                the top left, in a compiled graph or on a GPU: there it is an assert on the device, which comes later
+                and after which CUDA can no longer be used. What cu_seqlens hold is not checked there at all.
         """
         _refuse_unless(core_attention_bias_type == "no_bias", f"core_attention_bias_type={core_attention_bias_type!r}")
         for name, value in (
@@ -295,7 +302,7 @@ class DotProductAttention(torch.nn.Module):
             max_seqlen_q=max_seqlen_q,
             max_seqlen_kv=max_seqlen_kv,
         )
-        self._check_shapes(q, k, call.qkv_format)
+        self._check(q, k, v, call)
         if checkpoint_core_attention:
             return checkpoint(_attend, q, k, v, call, use_reentrant=False)
         return _attend(q, k, v, call)
@@ -324,17 +331,37 @@ class DotProductAttention(torch.nn.Module):
         qkv_format = self.qkv_format if qkv_format is None else _checked_format(qkv_format)
         return _Call(qkv_format, mask, options, **{"cp_group": self.cp_group, "comm": self.cp_comm_type, **given})
 
-    def _check_shapes(self, q: Tensor, k: Tensor, qkv_format: str) -> None:
-        rank = 3 if qkv_format == "thd" else 4
-        heads = (self.num_attention_heads, self.num_gqa_groups)
-        for name, t, total in zip(("query_layer", "key_layer"), (q, k), heads, strict=True):
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> None:
+        """Types and shapes of the tensors, under the names that they have here."""
+        rank = 3 if call.qkv_format == "thd" else 4
+        heads = (self.num_attention_heads, self.num_gqa_groups, self.num_gqa_groups)
+        names = ("query_layer", "key_layer", "value_layer")
+        for name, t, total in zip(names, (q, k, v), heads, strict=True):
+            _validation.tensor(name, t)
             if t.dim() != rank:
-                raise ValueError(f'{name} must have {rank} dimensions for qkv_format="{qkv_format}", got {t.dim()}')
+                raise ValueError(
+                    f'{name} must have {rank} dimensions for qkv_format="{call.qkv_format}", got {t.dim()}'
+                )
             expected = (total // self.tp_size, self.head_dim)
             if tuple(t.shape[-2:]) != expected:
                 raise ValueError(
                     f"{name} must have {expected[0]} heads of {expected[1]} on this rank, got shape {tuple(t.shape)}"
                 )
+            if t.device != q.device:
+                raise ValueError(f"{name} must be on the device of query_layer, {q.device}, got {t.device}")
+        if v.shape != k.shape:
+            raise ValueError(f"value_layer must have the shape of key_layer, {tuple(k.shape)}, got {tuple(v.shape)}")
+        batch_axis = {"bshd": 0, "sbhd": 1, "thd": None}[call.qkv_format]
+        if batch_axis is not None and k.shape[batch_axis] != q.shape[batch_axis]:
+            raise ValueError(
+                f"key_layer must have the batch of query_layer, {q.shape[batch_axis]}, got shape {tuple(k.shape)}"
+            )
+        if call.mask.padding:
+            batch = None if batch_axis is None else q.shape[batch_axis]
+            for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+                if (cu_seqlens := getattr(call, name)) is not None:
+                    _check_cu_seqlens(name, cu_seqlens, batch, q.device)
+                    batch = cu_seqlens.shape[0] - 1
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
@@ -376,16 +403,18 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
         missing = "cu_seqlens_q" if cu_q is None else "cu_seqlens_kv"
         raise ValueError(f"{missing} must be given where the other is")
     given: tuple[Any, Any]
-    of: Callable[[Tensor, int], _padding.Packed]
+    of: Callable[[str, Any, Tensor], _padding.Packed]
     if cu_q is not None:
-        given, of = (cu_q, cu_k), _padding.from_lengths
+        given, of = (cu_q, cu_k), _from_lengths
     elif call.attention_mask is not None:
         mask = call.attention_mask
         given, of = tuple(mask) if isinstance(mask, (tuple, list)) else (mask, mask), _from_mask
+        if len(given) != 2:
+            raise ValueError(f"attention_mask must be a Tensor or a pair of them, got {len(given)}")
     else:
         raise ValueError(f"attn_mask_type={call.mask.name!r} needs attention_mask, or cu_seqlens_q and cu_seqlens_kv")
-    pad_q = of(given[0], q.shape[1])
-    pad_k = pad_q if given[0] is given[1] and q.shape[1] == k.shape[1] else of(given[1], k.shape[1])
+    pad_q = of("q", given[0], q)
+    pad_k = pad_q if given[0] is given[1] and q.shape[1] == k.shape[1] else of("kv", given[1], k)
     out = _among_padding(
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), pad_q, pad_k, q.shape[1], k.shape[1], call
     )  # fmt: skip
@@ -405,9 +434,10 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
         return _context_parallel(
             q, k, v, call, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k,
             cu_seqlens_q_padded=call.cu_seqlens_q_padded, cu_seqlens_k_padded=call.cu_seqlens_kv_padded,
+            max_seqlen_q=call.max_seqlen_q, max_seqlen_k=call.max_seqlen_kv,
         )  # fmt: skip
-    pad_q = _padding.from_offsets(cu_q, call.cu_seqlens_q_padded, q.shape[0])
-    pad_k = _padding.from_offsets(cu_k, call.cu_seqlens_kv_padded, k.shape[0])
+    pad_q = _from_offsets("cu_seqlens_q_padded", cu_q, call.cu_seqlens_q_padded, q.shape[0])
+    pad_k = _from_offsets("cu_seqlens_kv_padded", cu_k, call.cu_seqlens_kv_padded, k.shape[0])
     max_q = _longest("max_seqlen_q", cu_q) if call.max_seqlen_q is None else call.max_seqlen_q
     max_k = _longest("max_seqlen_kv", cu_k) if call.max_seqlen_kv is None else call.max_seqlen_kv
     return _among_padding(q, k, v, pad_q, pad_k, max_q, max_k, call)
@@ -460,6 +490,8 @@ def _top_left(q: Tensor, k: Tensor, v: Tensor, window: tuple[int, int], options:
 
 def _mask(name: str, window: tuple[int, int] | None, bottom_right: bool | None) -> _Mask:
     """TransformerEngine's rules for the three arguments together."""
+    if not isinstance(name, str):
+        raise TypeError(f"attn_mask_type must be a str, got {name!r}")
     name = name.replace(",", "_")
     name = "padding_causal" if name == "causal_padding" else name
     _refuse_unless(name != "arbitrary", 'attn_mask_type="arbitrary"')
@@ -468,6 +500,8 @@ def _mask(name: str, window: tuple[int, int] | None, bottom_right: bool | None) 
     causal = "causal" in name
     if window is None:
         window = (-1, 0) if causal else (-1, -1)
+    if not isinstance(window, (tuple, list)) or not all(isinstance(n, (int, torch.SymInt)) for n in window):
+        raise TypeError(f"window_size must be a pair of ints, (left, right), got {window!r}")
     if len(window) != 2 or min(window) < -1:
         raise ValueError(f"window_size must be (left, right), each at least 0 or -1 = unlimited, got {window}")
     left, right = window
@@ -493,29 +527,76 @@ def _unpacked(
     if dim not in (-3, -2):
         raise ValueError(f"qkv_interleave_dim must be -3 or -2, got {dim}")
     if qkv is not None:
+        _validation.tensor("qkv_layer", qkv)
         if not all(t is None for t in (q, k, v, kv)):
             raise ValueError("qkv_layer holds q, k and v: query_layer, key_layer, value_layer, kv_layer must be None")
-        if qkv.shape[dim] != 3:
+        if qkv.dim() < 4 or qkv.shape[dim] != 3:
             raise ValueError(f"qkv_layer must have size 3 at qkv_interleave_dim={dim}, got shape {tuple(qkv.shape)}")
         return qkv.select(dim, 0), qkv.select(dim, 1), qkv.select(dim, 2)
+    _validation.tensor("kv_layer", kv)
     assert kv is not None
     if q is None or k is not None or v is not None:
         raise ValueError("kv_layer holds k and v: query_layer must be given, key_layer and value_layer must be None")
-    if kv.shape[dim] != 2:
+    if kv.dim() < 4 or kv.shape[dim] != 2:
         raise ValueError(f"kv_layer must have size 2 at qkv_interleave_dim={dim}, got shape {tuple(kv.shape)}")
     return q, kv.select(dim, 0), kv.select(dim, 1)
 
 
-def _from_mask(mask: Tensor, seqlen: int) -> _padding.Packed:
+def _from_mask(side: str, mask: Any, x: Tensor) -> _padding.Packed:
     """From TransformerEngine's (batch, 1, 1, seqlen), True = padding."""
+    _validation.tensor("attention_mask", mask)
     if mask.dtype != torch.bool:
         raise TypeError(f"attention_mask must be bool, True = padding, got {mask.dtype}")
-    if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != 1 or mask.shape[3] != seqlen:
+    batch, seqlen = x.shape[:2]
+    if tuple(mask.shape) != (batch, 1, 1, seqlen):
         raise ValueError(
-            f"attention_mask must have shape (batch, 1, 1, {seqlen}), or be a pair of such masks, for q and for k and "
-            f"v, where their lengths differ, got {tuple(mask.shape)}"
+            f"attention_mask must have shape ({batch}, 1, 1, {seqlen}) for {side}, or be a pair of such masks, for q "
+            f"and for k and v, where their lengths differ, got {tuple(mask.shape)}"
         )
     return _padding.from_mask(~mask.flatten(1))
+
+
+def _from_lengths(side: str, cu_seqlens: Any, x: Tensor) -> _padding.Packed:
+    """From the lengths of the sequences, each at the start of its row."""
+    if _readable(cu_seqlens) and (cu_seqlens.diff() > x.shape[1]).any():
+        raise ValueError(
+            f"cu_seqlens_{side} must hold sequences of at most {x.shape[1]} tokens, the length of a row, got "
+            f"{cu_seqlens.tolist()}"
+        )
+    return _padding.from_lengths(cu_seqlens, x.shape[1])
+
+
+def _from_offsets(name: str, cu_seqlens: Tensor, padded: Any, rows: int) -> _padding.Packed:
+    """From packed rows with padding between the sequences."""
+    if padded is not None:
+        _check_cu_seqlens(name, padded, cu_seqlens.shape[0] - 1, cu_seqlens.device)
+        if _readable(padded):
+            slots = padded.diff()
+            if (padded[:1] < 0).any() or (slots < 0).any() or (padded[-1:] > rows).any():
+                raise ValueError(f"{name} must rise from at least 0 to at most the {rows} rows, got {padded.tolist()}")
+            if (cu_seqlens.diff() > slots).any():
+                raise ValueError(
+                    f"{name} must leave each sequence as many rows as it has tokens, got {padded.tolist()} for "
+                    f"{cu_seqlens.tolist()}"
+                )
+    return _padding.from_offsets(cu_seqlens, padded, rows)
+
+
+def _check_cu_seqlens(name: str, value: Any, batch: int | None, device: torch.device) -> None:
+    """int32 (batch + 1,) on the device of the rows; batch None: any."""
+    _validation.tensor(name, value)
+    if value.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {value.dtype}")
+    if value.dim() != 1 or (value.shape[0] < 1 if batch is None else value.shape[0] != batch + 1):
+        expected = "(batch + 1,)" if batch is None else f"({batch + 1},)"
+        raise ValueError(f"{name} must have shape {expected}, got {tuple(value.shape)}")
+    if value.device != device:
+        raise ValueError(f"{name} must be on the device of query_layer, {device}, got {value.device}")
+
+
+def _readable(t: Tensor) -> bool:
+    """Whether reading it stops neither a GPU nor a graph."""
+    return t.device.type == "cpu" and not torch.compiler.is_compiling() and not _validation.is_fake(t)
 
 
 def _check_equal_lengths(cu_q: Tensor, cu_k: Tensor, name: str) -> None:
@@ -531,8 +612,8 @@ def _check_equal_lengths(cu_q: Tensor, cu_k: Tensor, name: str) -> None:
         raise ValueError(f"cu_seqlens_kv must have the shape of cu_seqlens_q, {tuple(cu_q.shape)}, got "
                          f"{tuple(cu_k.shape)}")  # fmt: skip
     same = (cu_q == cu_k).all()
-    if torch.compiler.is_compiling() or cu_q.device.type != "cpu":
-        torch._assert_async(same, message)  # reading it would stop the host, or the graph
+    if not _readable(cu_q):
+        torch._assert_async(same, message)
     elif not same:
         raise UnsupportedError(message)
 
@@ -550,6 +631,7 @@ def _checked_format(qkv_format: str) -> str:
 
 
 def _check_softcap(softcap: Any) -> None:
+    _validation.number("softcap", softcap, "0.0 or None turns the cap off")
     if softcap is not None and not 0.0 <= softcap < math.inf:
         raise ValueError(f"softcap must be finite and positive, or 0.0 or None for off, got {softcap}")
 

@@ -461,6 +461,112 @@ def test_a_diagonal_at_the_top_left_of_unequal_packed_sequences_is_refused() -> 
         compiled(q, k, k, attn_mask_type="padding_causal", **arguments)
 
 
+def _padding_q(*offsets: int, dtype: torch.dtype = torch.int32) -> dict[str, Any]:
+    """Two sequences, of 3 and 3 tokens in 8 rows, with these offsets on the side of q."""
+    cu = cumulative((3, 3))
+    good = torch.tensor([0, 4, 8], dtype=torch.int32)
+    return {
+        "cu_seqlens_q": cu, "cu_seqlens_kv": cu, "cu_seqlens_kv_padded": good,
+        "cu_seqlens_q_padded": torch.tensor(offsets, dtype=dtype),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (ValueError, "cu_seqlens_q_padded must leave", _padding_q(0, 2, 8)),
+        (ValueError, "cu_seqlens_q_padded must rise", _padding_q(-1, 4, 8)),
+        (ValueError, "cu_seqlens_q_padded must rise", _padding_q(4, 0, 8)),
+        (ValueError, "cu_seqlens_q_padded must rise", _padding_q(0, 4, 9)),
+        (ValueError, "cu_seqlens_q_padded must have shape", _padding_q(0, 8)),
+        (ValueError, "cu_seqlens_q_padded must have shape", _padding_q(0, 4, 8, 8)),
+        (TypeError, "cu_seqlens_q_padded must be int32", _padding_q(0, 4, 8, dtype=torch.float32)),
+        (TypeError, "cu_seqlens_q_padded must be a Tensor", {**_padding_q(0, 4, 8), "cu_seqlens_q_padded": [0, 4, 8]}),
+        (TypeError, "cu_seqlens_kv must be a Tensor", {**_padding_q(0, 4, 8), "cu_seqlens_kv": [0, 3, 6]}),
+        (ValueError, "cu_seqlens_kv must have shape", {**_padding_q(0, 4, 8), "cu_seqlens_kv": cumulative((6,))}),
+    ],
+)
+def test_offsets_of_packed_padding_are_checked(error: Any, message: str, arguments: dict[str, Any]) -> None:
+    q, k = torch.randn(8, HEADS, HEAD_DIM), torch.randn(8, GROUPS, HEAD_DIM)
+    attend = module(qkv_format="thd", attn_mask_type="padding")
+    attend(q, k, k, **_padding_q(0, 4, 8))
+    with pytest.raises(error, match=message):
+        attend(q, k, k, **arguments)
+
+
+def test_rows_before_the_first_packed_sequence_are_padding() -> None:
+    case = Case("one", "padding_causal", rows_q=4, rows_k=4, lengths_q=(4,), lengths_k=(4,))
+    x = tensors(case, hot=True, batch=1)
+    rows = [torch.cat([torch.full_like(t[0, :2], float("nan")), t[0]]) for t in x]
+    cu, padded = cumulative((4,)), torch.tensor([2, 6], dtype=torch.int32)
+    arguments = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded}
+    actual = evaluate(module(), rows, "thd", **arguments, **case.arguments)
+    assert all((t[:2] == 0).all() for t in actual)
+    check([t[2:].unsqueeze(0) for t in actual], expected(case, x))
+
+
+_BATCH = {"attn_mask_type": "padding", "cu_seqlens_q": cumulative((4, 4)), "cu_seqlens_kv": cumulative((2, 2))}
+_MASK = torch.zeros(2, 1, 1, 4, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("qkv_format", ["bshd", "sbhd"])
+@pytest.mark.parametrize(
+    ("error", "message", "batch_k", "arguments"),
+    [
+        (ValueError, "key_layer must have the batch of query_layer, 2", 4, _BATCH),
+        (ValueError, "key_layer must have the batch of query_layer, 2", 4, {"attn_mask_type": "no_mask"}),
+        (ValueError, "cu_seqlens_q must have shape", 2, {**_BATCH, "cu_seqlens_q": cumulative((4, 4, 4))}),
+        (ValueError, "cu_seqlens_kv must have shape", 2, {**_BATCH, "cu_seqlens_kv": cumulative((4,))}),
+        (
+            ValueError,
+            "cu_seqlens_q must hold sequences of at most 4",
+            2,
+            {**_BATCH, "cu_seqlens_q": cumulative((5, 1))},
+        ),
+        (TypeError, "cu_seqlens_q must be a Tensor", 2, {**_BATCH, "cu_seqlens_q": [0, 4, 8]}),
+        (TypeError, "cu_seqlens_q must be int32", 2, {**_BATCH, "cu_seqlens_q": cumulative((4, 4)).long()}),
+        (ValueError, "attention_mask must have shape", 2, {"attention_mask": _MASK[:1]}),
+        (ValueError, "attention_mask must have shape", 2, {"attention_mask": (_MASK, _MASK.repeat(2, 1, 1, 1))}),
+        (TypeError, "attention_mask must be a Tensor", 2, {"attention_mask": (None, _MASK)}),
+        (ValueError, "attention_mask must be a Tensor or a pair", 2, {"attention_mask": (_MASK, _MASK, _MASK)}),
+    ],
+)
+def test_padding_is_compared_with_the_batch(
+    error: Any, message: str, batch_k: int, arguments: dict[str, Any], qkv_format: str
+) -> None:
+    q, k = torch.randn(2, 4, HEADS, HEAD_DIM), torch.randn(batch_k, 4, GROUPS, HEAD_DIM)
+    if qkv_format == "sbhd":
+        q, k = q.transpose(0, 1), k.transpose(0, 1)
+    with pytest.raises(error, match=message):
+        module(attn_mask_type="padding")(q, k, k, qkv_format=qkv_format, **arguments)
+
+
+def test_value_layer_is_named() -> None:
+    q, k, v, _ = tensors(DENSE[7], hot=False)
+    attend = module(qkv_format="bshd")
+    with pytest.raises(ValueError, match="value_layer must have the shape of key_layer"):
+        attend(q, k, v[:, 1:])
+    with pytest.raises(TypeError, match="value_layer must be a Tensor"):
+        attend(q, k, v.tolist())
+    with pytest.raises(ValueError, match="qkv_layer must have size 3"):
+        attend(qkv_layer=q[0, 0])
+    with pytest.raises(ValueError, match="kv_layer must have size 2"):
+        attend(q, kv_layer=k[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("attn_mask_type", None), ("attn_mask_type", 3), ("window_size", 3), ("window_size", (3.0, 0)),
+        ("softcap", "50"), ("softcap", torch.tensor(50.0)), ("softmax_scale", "1"), ("kv_channels", "8"),
+        ("kv_channels", (8, 8, 8)),
+    ],
+)  # fmt: skip
+def test_wrong_types_are_named(name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=name):
+        DotProductAttention(**{"num_attention_heads": HEADS, "kv_channels": HEAD_DIM, name: value})
+
+
 # ---- the interface ---------------------------------------------------------------------------------------------------
 
 REQUIRED = inspect.Parameter.empty

@@ -30,8 +30,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from ..distributed import shard_positions
 from ..errors import UnsupportedError
-from ..modules import DotProductAttention, _attend
+from ..modules import DotProductAttention, _attend, _Call, _readable
 
 # Fields of a config that change attention in a way that is not offered here, and what to do.
 _NOT_OFFERED = {
@@ -58,8 +59,8 @@ class SoftcapDotProductAttention(DotProductAttention):
         attn_mask_type: AttnMaskType; the forward's takes its place.
         attention_type: "self" or "cross".
         attention_dropout: must be 0, and where None config.attention_dropout must be.
-        softmax_scale: factor of q kT; None = kv_channels ** -0.5.
-        k_channels, v_channels: head_dim, the same for both; None = config.kv_channels.
+        softmax_scale: factor of q kT; None = config.softmax_scale, and where that is None kv_channels ** -0.5.
+        k_channels, v_channels: head_dim, the same for both; where one is None it is config.kv_channels.
         num_splits: of no effect.
         cp_comm_type: "p2p", "all_gather", "a2a" or "a2a+p2p"; None = "p2p".
         pg_collection: process groups tp, cp, and for "a2a+p2p" hcp; None = those of parallel_state.
@@ -93,11 +94,14 @@ class SoftcapDotProductAttention(DotProductAttention):
             raise ValueError("config.attn_logit_softcapping must be set to the cap of attention scores; None = off")
         cp_comm_type = "p2p" if cp_comm_type is None else cp_comm_type
         tp_group, cp_group = _groups(config, cp_comm_type, pg_collection)
+        if softmax_scale is None:
+            softmax_scale = getattr(config, "softmax_scale", None)
         super().__init__(
             num_attention_heads=config.num_attention_heads,
-            kv_channels=(config.kv_channels, config.kv_channels)
-            if k_channels is None or v_channels is None
-            else (k_channels, v_channels),
+            kv_channels=(
+                config.kv_channels if k_channels is None else k_channels,
+                config.kv_channels if v_channels is None else v_channels,
+            ),
             num_gqa_groups=config.num_query_groups,
             attn_mask_type=attn_mask_type.name,
             window_size=self._window(config, layer_number),
@@ -143,8 +147,10 @@ class SoftcapDotProductAttention(DotProductAttention):
         Args:
             query: (sq, b, heads, d), packed (t, heads, d).
             key, value: (sk, b, groups, d), packed (t, groups, d).
-            attention_mask: with a padding mask type bool (b, 1, 1, s), True = padding, or a pair of them. With a causal
-                one (1 or b, 1, sq, sk), True = hidden, which must hide what is later and nothing else.
+            attention_mask: with a padding mask type bool (b, 1, 1, s), True = padding, or a pair of them. With causal
+                (1 or b, 1, sq, sk) or larger, True = hidden, which must hide what is later and nothing else; sk is the
+                whole length under context parallelism. With no_mask it must hide nothing. Not looked at with packed
+                sequences.
             attn_mask_type: None = the constructor's.
             attention_bias: must be None.
             packed_seq_params: PackedSeqParams; its cp_group, or local_cp_size=1, stands in for the constructor's group
@@ -152,10 +158,17 @@ class SoftcapDotProductAttention(DotProductAttention):
 
         Returns:
             (sq, b, heads * d), packed (t, heads * d).
+
+        Raises:
+            ValueError, TypeError: an argument is wrong; the message names it.
+            UnsupportedError: an argument asks for what is not offered, an attention_mask that hides more than its type
+                above all.
+            RuntimeError: in its place, in a compiled graph or on a GPU, where what a mask holds is an assert on the
+                device: it comes later, and CUDA can no longer be used after it.
         """
         if attention_bias is not None:
             _refuse("attention_bias")
-        name = self.attn_mask_type if attn_mask_type is None else attn_mask_type.name
+        kind = name = self.attn_mask_type if attn_mask_type is None else attn_mask_type.name
         given: dict[str, Any] = {}
         qkv_format = self.qkv_format
         if packed_seq_params is not None:
@@ -166,10 +179,11 @@ class SoftcapDotProductAttention(DotProductAttention):
             name = {"causal": "padding_causal", "no_mask": "padding"}.get(name, name)
         elif name == "no_mask" and self.window_size is not None and query.shape[0] == 1:
             name = "causal_bottom_right"  # a decoding step: Megatron drops the mask, but the window still counts
-        elif name == "causal" and isinstance(attention_mask, Tensor):
-            _check_causal(attention_mask, query.shape[0], key.shape[0])
         call = self._call(qkv_format=qkv_format, attn_mask_type=name, attention_mask=attention_mask, **given)
-        self._check_shapes(query, key, qkv_format)
+        self._check(query, key, value, call)
+        if attention_mask is not None and qkv_format != "thd":
+            axis = 0 if qkv_format == "sbhd" else 1
+            _check_mask(attention_mask, kind, query.shape[axis], key.shape[axis], call)
         return _attend(query, key, value, call)
 
     def sharded_state_dict(
@@ -224,30 +238,67 @@ _PACKING = (
 )  # fmt: skip
 
 
-# The mask found causal last, and its version: all layers of a step share it.
-_found_causal: tuple[weakref.ref[Tensor], int] | None = None
+# The mask found right last, its version, and for what: all layers of a step share it.
+_found_right: tuple[weakref.ref[Tensor], tuple[Any, ...]] | None = None
 
 
-def _check_causal(mask: Tensor, seqlen_q: int, seqlen_k: int) -> None:
-    """Refuse a mask that says more than its type: of documents in a row, for instance (reset_attention_mask)."""
-    global _found_causal
-    if seqlen_q == 1 or tuple(mask.shape[-2:]) != (seqlen_q, seqlen_k):
+def _check_mask(mask: Any, kind: str, seqlen_q: int, seqlen_k: int, call: _Call) -> None:
+    """Refuse a mask that says more than its type: of documents in a row, for instance (reset_attention_mask).
+
+    Megatron's unfused attention applies any mask that it is given, TransformerEngine none with these two types.
+    """
+    global _found_right
+    if kind not in ("causal", "no_mask") or (kind == "causal" and seqlen_q == 1):
         return
+    if isinstance(mask, (tuple, list)):
+        if kind == "causal":
+            raise UnsupportedError(_MORE_THAN[kind])
+        for part in mask:
+            _check_mask(part, kind, seqlen_q, seqlen_k, call)
+        return
+    if kind == "no_mask" and seqlen_q == 1 and mask.shape[-2] > 1:
+        return  # the mask of all steps, in a step of decoding: which of its rows is this one it does not say
     cached = not torch.compiler.is_compiling() and not mask.is_inference()
-    if cached and _found_causal is not None and _found_causal[0]() is mask and _found_causal[1] == mask._version:
+    found = (mask._version, kind, seqlen_q, seqlen_k, call.ranks) if cached else ()
+    if cached and _found_right is not None and _found_right[0]() is mask and _found_right[1] == found:
         return
-    is_causal = (mask == torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=mask.device).triu(1)).all()
-    # No double quotes: Inductor puts an assertion's message into C++ as it is.
-    message = (
-        "softcap_ops: an attention_mask that is not causal, with AttnMaskType.causal, is not offered in Megatron "
-        "models. Use AttnMaskType.padding_causal for padding, PackedSeqParams for several sequences in a row."
-    )
-    if mask.device.type != "cpu" or torch.compiler.is_compiling():
-        torch._assert_async(is_causal, message)  # reading it would stop the host, or the graph
-    elif not is_causal:
-        raise UnsupportedError(message)
+    right = ~mask.bool().any() if kind == "no_mask" else _is_causal(mask, seqlen_q, seqlen_k, call)
+    if _readable(right):
+        if not right:
+            raise UnsupportedError(_MORE_THAN[kind])
+    else:
+        torch._assert_async(right, _MORE_THAN[kind])
     if cached:
-        _found_causal = (weakref.ref(mask), mask._version)
+        _found_right = (weakref.ref(mask), found)
+
+
+def _is_causal(mask: Tensor, seqlen_q: int, seqlen_k: int, call: _Call) -> Tensor:
+    """bool (): whether the mask hides what is later and nothing else. It may be made for longer sequences."""
+    rows = torch.arange(seqlen_q, device=mask.device)
+    if call.ranks > 1:  # this rank's rows, of all keys
+        seqlen_k *= call.ranks
+        rows = shard_positions(rank=_rank(call.cp_group), ranks=call.ranks, seqlen=seqlen_k).to(mask.device)
+    mask = mask[..., :seqlen_q, :seqlen_k]
+    if tuple(mask.shape[-2:]) != (seqlen_q, seqlen_k):
+        raise UnsupportedError(_MORE_THAN["causal"])
+    return (mask == (torch.arange(seqlen_k, device=mask.device) > rows.unsqueeze(1))).all()
+
+
+# No double quotes: Inductor puts an assertion's message into C++ as it is.
+_MORE_THAN = {
+    "causal": "softcap_ops: an attention_mask that is not causal, with AttnMaskType.causal, is not offered in Megatron "
+    "models. Use AttnMaskType.padding_causal for padding, PackedSeqParams for several sequences in a row.",
+    "no_mask": "softcap_ops: an attention_mask that hides something, with AttnMaskType.no_mask, is not offered in "
+    "Megatron models. Use AttnMaskType.padding for padding.",
+}
+
+
+def _rank(cp_group: Any) -> int:
+    """This rank of a context-parallel group, or of the pair [a2a group, p2p group]."""
+    if isinstance(cp_group, (list, tuple)):
+        a2a, p2p = cp_group
+        return p2p.rank() * a2a.size() + a2a.rank()
+    return cp_group.rank()
 
 
 def _group_of_batch(packed_seq_params: Any) -> dict[str, Any]:

@@ -94,6 +94,11 @@ def check_refusals() -> None:
     lengths = torch.tensor([0, 16, 32], dtype=torch.int32)
     with pytest.raises(UnsupportedError, match="padding_causal"):
         split(*x[:3], attn_mask_type="padding_causal", cu_seqlens_q=lengths, cu_seqlens_kv=lengths)
+    cu = torch.tensor([0, 32], dtype=torch.int32)
+    packed = {"qkv_format": "thd", "attn_mask_type": "padding_causal", "cu_seqlens_q": cu, "cu_seqlens_kv": cu}
+    for name, theirs in (("max_seqlen_q", "max_seqlen_q"), ("max_seqlen_kv", "max_seqlen_k")):
+        with pytest.raises(ValueError, match=f"{theirs} must be at least the longest sequence, 32"):
+            split(*(t[0] for t in x[:3]), **packed, **{name: 8})
     with pytest.raises(UnsupportedError, match="different lengths"):
         split(x[0][:, :8], *x[1:3])
     split.set_context_parallel_group(None, None, None)

@@ -111,6 +111,7 @@ def check_layers() -> None:
             assert torch.equal(out, _plain(window_size=window)(q, k, v)), layer
         out = _core(softmax_scale=0.2)(q, k, v, None)
         assert torch.equal(out, _plain(softmax_scale=0.2)(q, k, v))
+        assert torch.equal(_scaled_by_config(0.2)(q, k, v, None), out)
         # The scores' scale does not depend on the layer (query-key layer scaling divides by it, then multiplies).
         assert torch.equal(_core(layer=4)(q, k, v, None), _core(layer=1)(q, k, v, None))
         mask = torch.zeros(2, 1, 1, 12, dtype=torch.bool)
@@ -124,12 +125,56 @@ def check_layers() -> None:
         causal[..., 6:, :6] = True  # two documents
         with pytest.raises(UnsupportedError, match="attention_mask that is not causal"):
             _core()(q, k, v, causal)
+        _check_masks(q, k, v)
         # One step of decoding on a cache: Megatron passes no_mask.
         core = _core(window_size=(3, 0))
         out = core(q[-1:], k, v, None, attn_mask_type=AttnMaskType.no_mask)
         torch.testing.assert_close(out, core(q, k, v, None)[-1:])
         assert _core().sharded_state_dict("p.", (), {"dp_cp_group": None}) == {}
         assert _core(deterministic_mode=True).deterministic is True
+
+
+def _scaled_by_config(scale: float) -> SoftcapDotProductAttention:
+    options = tiny.config()
+    options.softmax_scale = scale
+    return SoftcapDotProductAttention(options, 1, AttnMaskType.causal, "self")
+
+
+def _check_masks(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """A mask that says more than causal or no_mask is refused, and a harmless one taken. 12 tokens, batch 2."""
+    core, no_mask = _core(), AttnMaskType.no_mask
+    padding = torch.zeros(2, 1, 1, 12, dtype=torch.bool)
+    padding[1, ..., 7:] = True
+    wider = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)  # made for a longer sequence
+    for mask in (padding, (padding, padding), wider[..., :6, :6]):
+        with pytest.raises(UnsupportedError, match="Use AttnMaskType[.]padding_causal"):
+            core(q, k, v, mask)
+    assert torch.equal(core(q, k, v, wider), core(q, k, v, None))
+    wider[..., 3, 0] = True
+    with pytest.raises(UnsupportedError, match="Use AttnMaskType[.]padding_causal"):
+        core(q, k, v, wider)
+    for mask in (padding, (padding, padding)):
+        with pytest.raises(UnsupportedError, match="with AttnMaskType[.]no_mask"):
+            core(q, k, v, mask, attn_mask_type=no_mask)
+    with pytest.raises(UnsupportedError, match="with AttnMaskType[.]no_mask"):
+        core(q[-1:], k, v, padding, attn_mask_type=no_mask)
+    expected = core(q, k, v, None, attn_mask_type=no_mask)
+    assert torch.equal(core(q, k, v, torch.zeros_like(padding), attn_mask_type=no_mask), expected)
+    assert torch.equal(core(q[-1:], k, v, wider, attn_mask_type=no_mask), expected[-1:])
+
+
+def check_context_parallel_masks() -> None:
+    """Megatron's dataloader gives each rank its rows of the causal mask, of all keys."""
+    q, k, v = _qkv(16, 2)
+    causal = torch.ones(2, 1, 32, 32, dtype=torch.bool).triu(1)
+    with tiny.megatron(cp=2):
+        core = _core()
+        mine = softcap_ops.distributed.split_sequence(causal, rank=core.cp_group.rank(), ranks=2, dim=2)
+        assert torch.equal(core(q, k, v, mine), core(q, k, v, None))
+        mine = mine.clone()
+        mine[1, ..., -1, 0] = True
+        with pytest.raises(UnsupportedError, match="attention_mask that is not causal"):
+            core(q, k, v, mine)
 
 
 def check_refusals() -> None:
@@ -151,6 +196,9 @@ def check_refusals() -> None:
             SoftcapDotProductAttention(options, *arguments)
         with pytest.raises(ValueError, match="SoftcapGemma2DotProductAttention"):
             _core(query_pre_attn_scalar=4)
+        for channels in ({"k_channels": 16}, {"v_channels": 16}):
+            with pytest.raises(UnsupportedError, match="kv_channels"):
+                SoftcapDotProductAttention(tiny.config(), *arguments, **channels)
         q, k, v = _qkv(6, 2)
         with pytest.raises(UnsupportedError, match="attention_bias"):
             _core()(q, k, v, None, attention_bias=torch.zeros(1))

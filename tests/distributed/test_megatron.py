@@ -17,6 +17,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from cp_ranks import Ranks
 from megatron_ranks import (
     HALF,
+    check_context_parallel_masks,
     check_gemma2_layers,
     check_layers,
     check_packed,
@@ -73,6 +74,10 @@ def test_packed_sequences(one: Ranks) -> None:
 
 def test_packed_sequences_with_a_group_of_their_own(two: Ranks) -> None:
     two.run(check_packed_group_of_the_batch)
+
+
+def test_masks_under_context_parallelism(two: Ranks) -> None:
+    two.run(check_context_parallel_masks)
 
 
 def test_static_inference(one: Ranks) -> None:
