@@ -30,6 +30,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from .. import _validation
 from ..distributed import shard_positions
 from ..errors import UnsupportedError
 from ..modules import DotProductAttention, _attend, _Call, _readable
@@ -196,8 +197,8 @@ class SoftcapDotProductAttention(DotProductAttention):
 class SoftcapGemma2DotProductAttention(SoftcapDotProductAttention):
     """The same for Megatron-Bridge's Gemma 2: scale and windows as Gemma2ModelProvider means them.
 
-    The scale is config.query_pre_attn_scalar ** -0.5, and layers 1, 3, 5, ... (Gemma's 0, 2, 4, ...) have
-    config.window_size.
+    The scale is config.query_pre_attn_scalar ** -0.5 unless a softmax_scale is given, and layers 1, 3, 5, ... (Gemma's
+    0, 2, 4, ...) have config.window_size.
     """
 
     def _window(self, config: Any, layer_number: int) -> tuple[int, int] | None:
@@ -256,7 +257,8 @@ def _check_mask(mask: Any, kind: str, seqlen_q: int, seqlen_k: int, call: _Call)
         for part in mask:
             _check_mask(part, kind, seqlen_q, seqlen_k, call)
         return
-    if kind == "no_mask" and seqlen_q == 1 and mask.shape[-2] > 1:
+    _validation.tensor("attention_mask", mask)
+    if kind == "no_mask" and seqlen_q == 1 and mask.dim() > 1 and mask.shape[-2] > 1:
         return  # the mask of all steps, in a step of decoding: which of its rows is this one it does not say
     cached = not torch.compiler.is_compiling() and not mask.is_inference()
     found = (mask._version, kind, seqlen_q, seqlen_k, call.ranks) if cached else ()

@@ -147,16 +147,16 @@ def _check_masks(q: Tensor, k: Tensor, v: Tensor) -> None:
     padding[1, ..., 7:] = True
     wider = torch.ones(1, 1, 16, 16, dtype=torch.bool).triu(1)  # made for a longer sequence
     for mask in (padding, (padding, padding), wider[..., :6, :6]):
-        with pytest.raises(UnsupportedError, match="Use AttnMaskType[.]padding_causal"):
+        with pytest.raises(UnsupportedError, match=r"Use AttnMaskType\.padding_causal"):
             core(q, k, v, mask)
     assert torch.equal(core(q, k, v, wider), core(q, k, v, None))
     wider[..., 3, 0] = True
-    with pytest.raises(UnsupportedError, match="Use AttnMaskType[.]padding_causal"):
+    with pytest.raises(UnsupportedError, match=r"Use AttnMaskType\.padding_causal"):
         core(q, k, v, wider)
     for mask in (padding, (padding, padding)):
-        with pytest.raises(UnsupportedError, match="with AttnMaskType[.]no_mask"):
+        with pytest.raises(UnsupportedError, match=r"with AttnMaskType\.no_mask"):
             core(q, k, v, mask, attn_mask_type=no_mask)
-    with pytest.raises(UnsupportedError, match="with AttnMaskType[.]no_mask"):
+    with pytest.raises(UnsupportedError, match=r"with AttnMaskType\.no_mask"):
         core(q[-1:], k, v, padding, attn_mask_type=no_mask)
     expected = core(q, k, v, None, attn_mask_type=no_mask)
     assert torch.equal(core(q, k, v, torch.zeros_like(padding), attn_mask_type=no_mask), expected)
@@ -200,6 +200,8 @@ def check_refusals() -> None:
             with pytest.raises(UnsupportedError, match="kv_channels"):
                 SoftcapDotProductAttention(tiny.config(), *arguments, **channels)
         q, k, v = _qkv(6, 2)
+        with pytest.raises(TypeError, match="attention_mask must be a Tensor"):
+            _core()(q, k, v, [[True]], attn_mask_type=AttnMaskType.no_mask)
         with pytest.raises(UnsupportedError, match="attention_bias"):
             _core()(q, k, v, None, attention_bias=torch.zeros(1))
         with pytest.raises(UnsupportedError, match="arbitrary"):
