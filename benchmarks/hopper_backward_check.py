@@ -20,7 +20,7 @@ import time
 from typing import Any, ClassVar
 
 import torch
-from hopper_check import CASES, KINDS, SHAPES, SOFTCAPS, Library, draw, flops, guarded, measure, relative
+from hopper_check import CASES, INTEGERS, KINDS, SHAPES, SOFTCAPS, Library, draw, flops, guarded, measure, relative
 
 from softcap_ops import reference
 
@@ -37,23 +37,7 @@ class BwdArgs(ctypes.Structure):
         + [(n, ctypes.c_void_p) for n in ("cu_seqlens_q", "cu_seqlens_k")]
         + [(f"{t}_stride_{d}", ctypes.c_int64) for t in INPUTS for d in ("batch", "token", "head")]
         + [(n, ctypes.c_int64) for n in ("total_q", "total_k")]
-        + [
-            (n, ctypes.c_int32)
-            for n in (
-                "batch",
-                "seqlen_q",
-                "seqlen_k",
-                "heads_q",
-                "heads_k",
-                "head_dim",
-                "dtype",
-                "causal",
-                "window_left",
-                "window_right",
-                "deterministic",
-                "reserved",
-            )
-        ]
+        + [(n, ctypes.c_int32) for n in (*INTEGERS, "deterministic", "reserved")]
         + [("softcap", ctypes.c_float), ("scale", ctypes.c_float), ("stream", ctypes.c_void_p)]
     )
 
@@ -105,9 +89,7 @@ class BackwardLibrary(Library):
         return a
 
     def run_backward(self, a: Any) -> None:
-        code = self.c.softcap_hopper_bwd(ctypes.byref(a))
-        if code:
-            raise RuntimeError(f"{code}: {self.c.softcap_hopper_error_string(code).decode()}")
+        self.call(self.c.softcap_hopper_bwd, a)
 
 
 def gradients(x: Any, dout: Any, dlse: Any, options: Any, dtype: Any) -> Any:

@@ -29,6 +29,11 @@ KINDS = ("cold", "range", "mixed", "hot", "saturated", "sunk", "outliers")
 SOFTCAPS = (5.0, 30.0, 50.0, 64.0)
 
 
+INTEGERS = (
+    "batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "dtype", "causal", "window_left", "window_right",
+)  # fmt: skip
+
+
 class FwdArgs(ctypes.Structure):
     """softcap_hopper_fwd_args of csrc/cuda/softcap_hopper.h, field by field."""
 
@@ -37,21 +42,7 @@ class FwdArgs(ctypes.Structure):
         + [(n, ctypes.c_void_p) for n in ("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k")]
         + [(f"{t}_stride_{d}", ctypes.c_int64) for t in ["q", "k", "v", "out"] for d in ["batch", "token", "head"]]
         + [(n, ctypes.c_int64) for n in ("total_q", "total_k")]
-        + [
-            (n, ctypes.c_int32)
-            for n in (
-                "batch",
-                "seqlen_q",
-                "seqlen_k",
-                "heads_q",
-                "heads_k",
-                "head_dim",
-                "dtype",
-                "causal",
-                "window_left",
-                "window_right",
-            )
-        ]
+        + [(n, ctypes.c_int32) for n in INTEGERS]
         + [("softcap", ctypes.c_float), ("scale", ctypes.c_float), ("stream", ctypes.c_void_p)]
     )
 
@@ -102,7 +93,10 @@ class Library:
         return a
 
     def run(self, a: Any) -> None:
-        code = self.c.softcap_hopper_fwd(ctypes.byref(a))
+        self.call(self.c.softcap_hopper_fwd, a)
+
+    def call(self, function: Any, a: Any) -> None:
+        code = function(ctypes.byref(a))
         if code:
             raise RuntimeError(f"{code}: {self.c.softcap_hopper_error_string(code).decode()}")
 

@@ -26,6 +26,13 @@ class Call(NamedTuple):
 _calls: dict[tuple[Any, ...], Call] = {}
 
 
+def _remember(key: tuple[Any, ...], call: Call) -> Call:
+    if len(_calls) >= 4096:
+        _calls.clear()
+    _calls[key] = call
+    return call
+
+
 def forget() -> None:
     """Drop every decision, for when what is installed or opted into has changed."""
     _calls.clear()
@@ -42,9 +49,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, options: O
     key = (q.shape, k.shape, v.shape, kinds, options, deterministic, needs_backward, packing and _kind(packing))
     call = _calls.get(key)
     if call is None:
-        if len(_calls) >= 4096:
-            _calls.clear()
-        call = _calls[key] = _prepare_now(q, k, v, packing, options, needs_backward)
+        call = _remember(key, _prepare_now(q, k, v, packing, options, needs_backward))
     elif packing is not None and q.device.type == "cpu":
         _validation.packed_values(q, k, packing)
     return call
@@ -75,16 +80,14 @@ def prepare_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, op
     facts = tuple(None if t is None else (t.shape, t.dtype, t.device, t.stride()) for t in cache)
     deterministic = torch.are_deterministic_algorithms_enabled()
     key = (q.shape, k_cache.shape, v_cache.shape, kinds, options, deterministic, "decode", facts)
-    call = _calls.get(key) if options[-2:] == (None, None) else None
+    cacheable = options[-2:] == (None, None)
+    call = _calls.get(key) if cacheable else None
     if call is None:
         _validation.decode(q, k_cache, v_cache, cache, options)
         parameters = resolve(options, q.shape[-1])
-        backend = backends.choose(options.backend, *backends.decode_facts(q, k_cache, cache, parameters))
-        call = Call(backend, parameters)
-        if options[-2:] == (None, None):
-            if len(_calls) >= 4096:
-                _calls.clear()
-            _calls[key] = call
+        call = Call(backends.choose(options.backend, *backends.decode_facts(q, k_cache, cache, parameters)), parameters)
+        if cacheable:
+            _remember(key, call)
     if q.device.type == "cpu":
         _validation.decode_values(k_cache, cache)
     return call

@@ -34,7 +34,7 @@ class Packed(NamedTuple):
 
 def from_mask(is_token: Tensor) -> Packed:
     """From bool (batch, seqlen), True = token, wherever in its row the padding is."""
-    return Packed(_cumulative(is_token.sum(1)), _tokens_first(is_token.flatten()))
+    return Packed(cumulative(is_token.sum(1)), _tokens_first(is_token.flatten()))
 
 
 def from_lengths(cu_seqlens: Tensor, seqlen: int) -> Packed:
@@ -59,5 +59,6 @@ def _tokens_first(is_token: Tensor) -> Tensor:
     return (~is_token).to(torch.uint8).argsort(stable=True)
 
 
-def _cumulative(lengths: Tensor) -> Tensor:
+def cumulative(lengths: Tensor) -> Tensor:
+    """cu_seqlens, int32 (batch + 1,), of sequences of these lengths."""
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))

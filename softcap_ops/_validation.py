@@ -161,12 +161,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, p: Packing) -> None:
     _same_kind(q, k, v)
     _heads(q, k, v, _PACKED)
     for name, cu in (("cu_seqlens_q", p.cu_seqlens_q), ("cu_seqlens_k", p.cu_seqlens_k)):
-        if cu.dtype != torch.int32:
-            raise TypeError(f"{name} must be int32, got {cu.dtype}")
-        if cu.dim() != 1 or cu.shape[0] < 1:
-            raise ValueError(f"{name} must have shape (batch + 1,), got {_s(cu)}")
-        if cu.device != q.device:
-            raise ValueError(f"{name} must be on the device of q, {q.device}, got {cu.device}")
+        cu_seqlens(name, cu, q.device)
         if not cu.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got stride {cu.stride()}")
     if p.cu_seqlens_k.shape[0] != p.cu_seqlens_q.shape[0]:
@@ -177,6 +172,17 @@ def packed(q: Tensor, k: Tensor, v: Tensor, p: Packing) -> None:
     for name, length in (("max_seqlen_q", p.max_seqlen_q), ("max_seqlen_k", p.max_seqlen_k)):
         if type(length) is int and length < 0:
             raise ValueError(f"{name} must be at least 0, got {length}")
+
+
+def cu_seqlens(name: str, cu: Tensor, device: torch.device, *, batch: int | None = None, query: str = "q") -> None:
+    """int32 (batch + 1,) on the device of the queries, which the caller's argument `query` holds; batch None: any."""
+    if cu.dtype != torch.int32:
+        raise TypeError(f"{name} must be int32, got {cu.dtype}")
+    if cu.dim() != 1 or (cu.shape[0] < 1 if batch is None else cu.shape[0] != batch + 1):
+        expected = "(batch + 1,)" if batch is None else f"({batch + 1},)"
+        raise ValueError(f"{name} must have shape {expected}, got {_s(cu)}")
+    if cu.device != device:
+        raise ValueError(f"{name} must be on the device of {query}, {device}, got {cu.device}")
 
 
 def packed_values(q: Tensor, k: Tensor, p: Packing) -> None:

@@ -585,13 +585,7 @@ def _from_offsets(name: str, cu_seqlens: Tensor, padded: Any, rows: int) -> _pad
 def _check_cu_seqlens(name: str, value: Any, batch: int | None, device: torch.device) -> None:
     """int32 (batch + 1,) on the device of the rows; batch None: any."""
     _validation.tensor(name, value)
-    if value.dtype != torch.int32:
-        raise TypeError(f"{name} must be int32, got {value.dtype}")
-    if value.dim() != 1 or (value.shape[0] < 1 if batch is None else value.shape[0] != batch + 1):
-        expected = "(batch + 1,)" if batch is None else f"({batch + 1},)"
-        raise ValueError(f"{name} must have shape {expected}, got {tuple(value.shape)}")
-    if value.device != device:
-        raise ValueError(f"{name} must be on the device of query_layer, {device}, got {value.device}")
+    _validation.cu_seqlens(name, value, device, batch=batch, query="query_layer")
 
 
 def _readable(t: Tensor) -> bool:

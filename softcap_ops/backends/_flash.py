@@ -113,6 +113,11 @@ def backward(
         if sign != 1:
             dq.mul_(sign)
         grads = _unpad(dq, head_dim), _unpad(dk, head_dim), _unpad(dv, head_dim)
+    return only(grads, output_mask)
+
+
+def only(grads: tuple[Tensor, Tensor, Tensor], output_mask: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients asked for; the others without elements."""
     if False in output_mask:
         dq, dk, dv = (g if wanted else g.new_empty(0) for g, wanted in zip(grads, output_mask, strict=True))
         return dq, dk, dv

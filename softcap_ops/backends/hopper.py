@@ -134,10 +134,7 @@ def backward(
     dlse = None if dlse is None else dlse.contiguous()
     grads = dq, dk, dv = _fake.empty_gradients(q, k, v)
     _launch_backward(dout, q, k, v, out, lse, packing, p, dq, dk, dv, dlse)
-    if False in output_mask:
-        dq, dk, dv = (g if wanted else g.new_empty(0) for g, wanted in zip(grads, output_mask, strict=True))
-        return dq, dk, dv
-    return grads
+    return _flash.only(grads, output_mask)
 
 
 def _launch_backward(

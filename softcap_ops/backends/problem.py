@@ -69,44 +69,38 @@ class Problem:
 
 
 def facts(q: Tensor, k: Tensor, packing: Packing | None, p: Parameters, needs_backward: bool) -> tuple[Any, ...]:
-    """The fields of a Problem, as a tuple: hashed on every call, where building the Problem would cost more."""
-    device = q.device
-    causal, window = p.causal, p.window
-    if window != (-1, -1):
-        if packing is None:
-            causal, window = effective_mask(causal, window, q.shape[1], k.shape[1])
-        else:
-            causal, window = effective_mask(causal, window, packing.max_seqlen_q, packing.max_seqlen_k)
+    """The fields of a Problem, as a tuple: cheaper to hash than the Problem is to build."""
     if packing is None:
         batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
     else:
         batch, queries, keys = packing.cu_seqlens_q.shape[0] - 1, packing.max_seqlen_q, packing.max_seqlen_k
-    heads = q.shape[-2]
-    return (
-        device.type,
-        device.index,
-        _capability(device.index) if device.type == "cuda" else None,
-        q.dtype,
-        q.shape[-1],
-        heads,
-        k.shape[-2],
-        packing is not None,
-        p.softcap,
-        causal,
-        window,
-        p.deterministic,
-        needs_backward,
-        batch > _MAX_GRID,
-        keys >= _MANY_KEYS and (queries == 1 or batch * heads * (queries + 127 >> 7) < _FEW_TILES),
-    )
+    few = keys >= _MANY_KEYS and (queries == 1 or batch * q.shape[-2] * (queries + 127 >> 7) < _FEW_TILES)
+    return *_common_facts(q, k, packing is not None, p, needs_backward, batch, queries, keys), few
 
 
 def decode_facts(q: Tensor, k_cache: Tensor, cache: Cache, p: Parameters) -> tuple[Any, ...]:
     """`facts` of a decode call. The lengths are on the device: what is known of them is that they fit the cache."""
-    device, seqlen_q, capacity = q.device, q.shape[1], cache.capacity(k_cache)
+    batch, queries, capacity = q.shape[0], q.shape[1], cache.capacity(k_cache)
+    few_queries = cached = True
+    block_size = 0 if cache.block_table is None else k_cache.shape[1]
+    return (
+        *_common_facts(q, k_cache, False, p, False, batch, queries, capacity),
+        few_queries,
+        cached,
+        block_size,
+        cache.cache_leftpad is not None,
+        queries > capacity,
+    )
+
+
+def _common_facts(
+    q: Tensor, k: Tensor, packed: bool, p: Parameters, needs_backward: bool, batch: int, queries: int, keys: int
+) -> tuple[Any, ...]:
+    """Those up to over_grid, of a call of `batch` sequences of at most so many queries and keys."""
+    device = q.device
     causal, window = p.causal, p.window
     if window != (-1, -1):
-        causal, window = effective_mask(causal, window, seqlen_q, capacity)
+        causal, window = effective_mask(causal, window, queries, keys)
     return (
         device.type,
         device.index,
@@ -114,19 +108,14 @@ def decode_facts(q: Tensor, k_cache: Tensor, cache: Cache, p: Parameters) -> tup
         q.dtype,
         q.shape[-1],
         q.shape[-2],
-        k_cache.shape[-2],
-        False,
+        k.shape[-2],
+        packed,
         p.softcap,
         causal,
         window,
         p.deterministic,
-        False,
-        q.shape[0] > _MAX_GRID,
-        True,
-        True,
-        0 if cache.block_table is None else k_cache.shape[1],
-        cache.cache_leftpad is not None,
-        seqlen_q > capacity,
+        needs_backward,
+        batch > _MAX_GRID,
     )
 
 

@@ -21,6 +21,7 @@ import transformers
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from .._padding import cumulative
 from ..api import softcap_attention, softcap_attention_decode, softcap_attention_varlen
 from ..errors import UnsupportedError
 
@@ -363,7 +364,7 @@ def _last_column(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[st
 def _varlen(q: Tensor, k: Tensor, v: Tensor, lengths_q: Tensor, lengths_k: Tensor, options: dict[str, Any]) -> Tensor:
     return softcap_attention_varlen(
         q, k, v,
-        cu_seqlens_q=_cumulative(lengths_q), cu_seqlens_k=_cumulative(lengths_k),
+        cu_seqlens_q=cumulative(lengths_q), cu_seqlens_k=cumulative(lengths_k),
         max_seqlen_q=int(lengths_q.max()), max_seqlen_k=int(lengths_k.max()),
         **options,
     )  # fmt: skip
@@ -394,8 +395,4 @@ def _cu_seqlens_from_starts(starts: Tensor) -> tuple[Tensor, int]:
     begins = starts.flatten().nonzero().squeeze(1)
     ends = torch.cat([begins[1:], begins.new_tensor([starts.numel()])])
     lengths = (ends - begins).to(torch.int32)
-    return _cumulative(lengths), int(lengths.max())
-
-
-def _cumulative(lengths: Tensor) -> Tensor:
-    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return cumulative(lengths), int(lengths.max())
