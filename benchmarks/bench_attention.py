@@ -7,7 +7,9 @@ Errors are against the formula in float32 on the first 1024 tokens.
 
 usage: python benchmarks/bench_attention.py [--only NAME,...] [--shapes NAME,...] [--together]
            [--json FILE] [--plot FILE]
-       python benchmarks/bench_attention.py --table FILE      (the numbers of FILE as a Markdown table)
+       python benchmarks/bench_attention.py --table FILE [--of tflops|ms|mib]     (of FILE, in Markdown)
+
+The shapes few_* have few queries on many keys, where only splitting the keys fills a GPU: they are measured when named.
 """
 
 from __future__ import annotations
@@ -46,12 +48,13 @@ class Shape(NamedTuple):
     causal: bool = True
     window: int = 0  # tokens seen, the current one included; 0 = all
     softcap: float = 50.0
+    queries: int = 0  # 0 = as many as keys; else unmasked
 
     @property
     def flops(self) -> float:
         """Of one forward: two products of 2 * head_dim operations for each visible pair."""
         s, w = self.seqlen, min(self.window, self.seqlen)
-        pairs = w * s - w * w / 2 if w else s * s / 2 if self.causal else s * s
+        pairs = w * s - w * w / 2 if w else s * s / 2 if self.causal else (self.queries or s) * s
         return 4.0 * self.batch * self.heads_q * self.head_dim * pairs
 
     @property
@@ -71,6 +74,10 @@ SHAPES = (
     Shape("gemma2_27b_8k", 1, 8192, 32, 16, 128),
     Shape("gemma2_9b_8k", 1, 8192, 16, 8, 256),
     Shape("gemma2_9b_8k_swa", 1, 8192, 16, 8, 256, window=4096),
+)
+FEW_QUERIES = tuple(
+    Shape(f"few_{batch}x{queries}", batch, 8192, 32, 16, 128, causal=False, queries=queries)
+    for batch, queries in ((1, 1), (1, 16), (1, 128), (1, 256), (8, 1), (8, 16), (8, 64))
 )
 CHECKED = 1024  # tokens on which the error is taken
 
@@ -203,11 +210,13 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, s: Shape) -> Tensor:
 def inputs_of(s: Shape, batch: int, seqlen: int) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """q, k, v that require gradients, and dout."""
     g = torch.Generator("cuda").manual_seed(0)
+    queries = min(s.queries or seqlen, seqlen)
 
-    def randn(heads: int) -> Tensor:
-        return torch.randn(batch, seqlen, heads, s.head_dim, generator=g, device="cuda")
+    def randn(tokens: int, heads: int) -> Tensor:
+        return torch.randn(batch, tokens, heads, s.head_dim, generator=g, device="cuda")
 
-    q, k, v, dout = 4 * randn(s.heads_q), 4 * randn(s.heads_kv), randn(s.heads_kv), randn(s.heads_q)
+    q, k = 4 * randn(queries, s.heads_q), 4 * randn(seqlen, s.heads_kv)
+    v, dout = randn(seqlen, s.heads_kv), randn(queries, s.heads_q)
     q, k, v = (t.bfloat16().requires_grad_() for t in (q, k, v))
     return (q, k, v), dout.bfloat16()
 
@@ -261,6 +270,7 @@ def _events(call: Callable[[], object], repeats: int) -> float:
 
 
 def _peak_mib(call: Callable[[], object]) -> float:
+    call()  # the first may also make masks and load kernels
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -342,15 +352,16 @@ def measure(
 # ---- reporting -------------------------------------------------------------------------------------------------
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: a line a shape, TFLOP/s forward / backward of each provider."""
+def table(rows: list[dict[str, Any]], of: str = "tflops") -> str:
+    """Markdown: a line a shape, forward / backward of each provider in `of`: "tflops" (TFLOP/s), "ms" or "mib"."""
     shapes = list(dict.fromkeys(r["shape"] for r in rows))
     names = list(dict.fromkeys(r["provider"] for r in rows))
     cells = {(r["shape"], r["provider"]): r for r in rows}
 
     def cell(shape: str, name: str) -> str:
         r = cells.get((shape, name), {})
-        f, b = (f"{x:.0f}" if (x := r.get(f"{way}_tflops")) else "-" for way in ("forward", "backward"))
+        digits = 3 if of == "ms" else 0
+        f, b = (f"{x:.{digits}f}" if (x := r.get(f"{way}_{of}")) else "-" for way in ("forward", "backward"))
         return f"{f} / {b}"
 
     lines = ["| shape | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
@@ -425,15 +436,20 @@ def main() -> None:
     parser.add_argument("--json", default="")
     parser.add_argument("--plot", default="")
     parser.add_argument("--table", default="")
+    parser.add_argument("--of", default="tflops", choices=("tflops", "ms", "mib"), help="what --table shows")
     args = parser.parse_args()
     if args.table:
         with open(args.table) as file:
             rows = json.load(file)["rows"]
-        print(table(rows))
+        print(table(rows, args.of))
         if args.plot:
             plot(rows, args.plot)
         return
-    names = [s.name for s in SHAPES if not args.shapes or s.name in args.shapes.split(",")]
+    named = args.shapes.split(",") if args.shapes else [s.name for s in SHAPES]
+    known = {s.name: s for s in SHAPES + FEW_QUERIES}
+    if unknown := set(named) - set(known):
+        parser.error(f"--shapes: no {', '.join(sorted(unknown))}; known are {', '.join(known)}")
+    names = [name for name in known if name in named]
     if args.together:
         rows = measure_together(names, ["--only", args.only, "--budget", str(args.budget)], args.wait_for)
         if args.json:
@@ -445,8 +461,8 @@ def main() -> None:
     chosen = {n: f for n, f in providers().items() if not only or n.startswith(only)}
     results: list[dict[str, Any]] = []
     started = time.perf_counter()
-    for s in SHAPES:
-        if s.name not in names or time.perf_counter() - started > args.seconds:
+    for s in map(known.__getitem__, names):
+        if time.perf_counter() - started > args.seconds:
             continue
         turn = Turn(args.turn, s.name, args.turns) if args.turn else contextlib.nullcontext()
         for row in measure(s, chosen, args.budget, turn):
