@@ -119,11 +119,15 @@ def rounding(x: Any, out: Any, lse: Any, dout: Any, options: Any) -> Any:
     return dq.norm().item(), dk.norm().item(), 0.0
 
 
-def check_dense(name: Any, lib: Any, head_dims: Any, seed: Any, failures: Any, dtype: Any, softcaps: Any) -> None:
+def check_dense(
+    name: Any, lib: Any, head_dims: Any, seed: Any, failures: Any, dtype: Any, softcaps: Any, cases: Any = ()
+) -> None:
     generator = torch.Generator("cuda").manual_seed(seed)
     for d in head_dims:
         worst: dict[Any, Any] = {}
         for index, (label, shape, causal, window) in enumerate(CASES):
+            if cases and label not in cases:
+                continue
             for turn, kind in enumerate(KINDS):
                 softcap, scale = softcaps[(index + turn) % len(softcaps)], d**-0.5
                 q, k, v = draw((*shape, d), kind, softcap, generator, dtype)
@@ -219,7 +223,7 @@ def check_packed(name: Any, lib: Any, head_dims: Any, seed: Any, failures: Any) 
 
 
 def peers(names: Any, q: Any, k: Any, v: Any, dout: Any, softcap: Any, causal: Any, window: Any) -> Any:
-    """name -> function() running a peer's backward on these inputs; those that import."""
+    """name -> (forward, backward), functions without arguments that run a peer on these inputs; those that import."""
     found: dict[str, Any] = {}
     sides = (window - 1, 0) if window else (-1, -1)
     scale = q.shape[-1] ** -0.5
@@ -227,12 +231,15 @@ def peers(names: Any, q: Any, k: Any, v: Any, dout: Any, softcap: Any, causal: A
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         leaves = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            out = torch.nn.functional.scaled_dot_product_attention(
-                leaves[0], leaves[1], leaves[2], is_causal=causal, enable_gqa=q.shape[2] != k.shape[2]
-            )
-        g = dout.transpose(1, 2)
-        found["cudnn nocap"] = lambda: torch.autograd.grad(out, leaves, g, retain_graph=True)
+
+        def cudnn() -> Any:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return torch.nn.functional.scaled_dot_product_attention(
+                    leaves[0], leaves[1], leaves[2], is_causal=causal, enable_gqa=q.shape[2] != k.shape[2]
+                )
+
+        out, g = cudnn(), dout.transpose(1, 2)
+        found["cudnn nocap"] = (cudnn, lambda: torch.autograd.grad(out, leaves, g, retain_graph=True))
     grads = [torch.empty_like(x) for x in (q, k, v)]
     if "fa3" in names:
         try:
@@ -246,10 +253,12 @@ def peers(names: Any, q: Any, k: Any, v: Any, dout: Any, softcap: Any, causal: A
                     "window_size_right": sides[1],
                     "softcap": cap,
                 }
-                o, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, **options)
-                found[label] = functools.partial(
+                forward = functools.partial(torch.ops.flash_attn_3.fwd, q, k, v, **options)
+                o, lse, *_ = forward()
+                backward = functools.partial(
                     torch.ops.flash_attn_3.bwd, dout, q, k, v, o, lse, *grads, **options, deterministic=False
                 )
+                found[label] = (forward, backward)
         except Exception as error:
             print("no fa3:", repr(error)[:300])
     if "fa2" in names:
@@ -259,10 +268,12 @@ def peers(names: Any, q: Any, k: Any, v: Any, dout: Any, softcap: Any, causal: A
             for label, cap in (("fa2 nocap", 0.0), ("fa2 cap", softcap)):
                 common = {"softmax_scale": scale, "causal": causal, "softcap": cap, "alibi_slopes": None}
                 common |= {"window_size_left": sides[0], "window_size_right": sides[1], "dropout_p": 0.0}
-                o, lse, *_ = fa2._flash_attn_forward(q, k, v, return_softmax=False, **common)
-                found[label] = functools.partial(
+                forward = functools.partial(fa2._flash_attn_forward, q, k, v, return_softmax=False, **common)
+                o, lse, *_ = forward()
+                backward = functools.partial(
                     fa2._flash_attn_backward, dout, q, k, v, o, lse, *grads, deterministic=False, **common
                 )
+                found[label] = (forward, backward)
         except Exception as error:
             print("no fa2:", repr(error)[:300])
     return found
@@ -292,7 +303,8 @@ def time_all(libs: Any, shapes: Any, names: Any, rounds: Any, softcap: Any, kind
                     a = lib.fill_backward(tensors, grads, softcap, d**-0.5, causal, win, deterministic=deterministic)
                     label = f"{name} in turns" if deterministic else name
                     runs[label] = functools.partial(lib.run_backward, a)
-            runs |= peers(names, q, k, v, dout, softcap, causal, window)
+            others = peers(names, q, k, v, dout, softcap, causal, window)
+            runs |= {name: backward for name, (_, backward) in others.items()}
             times: dict[str, Any] = {name: [] for name in runs}
             for r in range(rounds):
                 order = list(runs)
@@ -312,6 +324,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lib", action="append", default=[], help="NAME=PATH[:head_dim,...]")
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--cases", default="", help="of the dense check; all unless given")
     parser.add_argument("--fp16", action="store_true", help="also float16")
     parser.add_argument("--packed", action="store_true")
     parser.add_argument("--time", action="store_true")
@@ -331,9 +344,10 @@ def main() -> None:
         path, _, dims = path.partition(":")
         libs[name] = (BackwardLibrary(path), [int(x) for x in (dims or "64,128,256").split(",")])
     failures: list[Any] = []
+    cases = tuple(filter(None, args.cases.split(",")))
     for name, (lib, dims) in libs.items():
         if args.check:
-            check_dense(name, lib, dims, args.seed, failures, torch.bfloat16, (*SOFTCAPS, 200.0))
+            check_dense(name, lib, dims, args.seed, failures, torch.bfloat16, (*SOFTCAPS, 200.0), cases)
             if args.fp16:
                 check_dense(name, lib, dims, args.seed + 1, failures, torch.float16, (5.0, 50.0, 100.0))
         if args.packed:

@@ -189,12 +189,21 @@ def guarded(shape: Any, dtype: Any, poison: Any) -> Any:
 
 
 def check_dense(
-    name: Any, lib: Any, head_dims: Any, seed: Any, failures: Any, dtype: Any = torch.bfloat16, softcaps: Any = SOFTCAPS
+    name: Any,
+    lib: Any,
+    head_dims: Any,
+    seed: Any,
+    failures: Any,
+    dtype: Any = torch.bfloat16,
+    softcaps: Any = SOFTCAPS,
+    cases: Any = (),
 ) -> None:
     generator = torch.Generator("cuda").manual_seed(seed)
     worst: dict[Any, Any] = {}
     for d in head_dims:
         for index, (label, shape, causal, window) in enumerate(CASES):
+            if cases and label not in cases:
+                continue
             for turn, kind in enumerate(KINDS):
                 softcap = softcaps[(index + turn) % len(softcaps)]
                 q, k, v = draw((*shape, d), kind, softcap, generator, dtype)
@@ -495,6 +504,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lib", action="append", default=[], help="NAME=PATH[:head_dim,...]")
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--cases", default="", help="of the dense check; all unless given")
     parser.add_argument("--packed", action="store_true")
     parser.add_argument("--running-max", action="store_true", help="also float16 and caps above 75")
     parser.add_argument("--time", action="store_true")
@@ -514,10 +524,11 @@ def main() -> None:
         path, _, dims = path.partition(":")
         libs[name] = (Library(path), [int(x) for x in (dims or "64,128,256").split(",")])
     failures: list[Any] = []
+    cases = tuple(filter(None, args.cases.split(",")))
     for name, (lib, dims) in libs.items():
         if args.check:
             try:
-                check_dense(name, lib, dims, args.seed, failures)
+                check_dense(name, lib, dims, args.seed, failures, cases=cases)
                 if args.running_max:
                     check_dense(name, lib, dims, args.seed + 2, failures, softcaps=(75.0, 80.0, 200.0))
                     check_dense(name, lib, dims, args.seed + 3, failures, torch.float16, (5.0, 50.0, 100.0))
