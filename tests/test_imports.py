@@ -44,6 +44,11 @@ def test_what_importing_imports() -> None:
     assert works(script) == "[]\nFalse\n"
 
 
+def test_type_hints_are_published() -> None:
+    """Without the marker a type checker takes every name of an installed package for Any."""
+    assert Path(softcap_ops.__file__).with_name("py.typed").is_file()
+
+
 def test_using_imports_no_flash_attn() -> None:
     """A CPU call asks nothing of a GPU library."""
     script = f"import softcap_ops, sys\n{USE}\nprint([m for m in sys.modules if m.startswith('flash_attn')])"
