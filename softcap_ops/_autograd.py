@@ -41,6 +41,11 @@ _NO_DECODE_GRADIENT = (
 )
 
 
+_NO_SCALAR_GRADIENT = (
+    "softcap_ops: {name} requires a gradient, and the cap and the scale get none: detach it, or learn them with "
+    "softcap_ops.reference.attention."
+)
+
 # The keys of a call, below autograd, that nothing but our own kernel looks at: modes, tensor subclasses and torch.func
 # add theirs. The kernel is then called directly; another trip through the dispatcher costs more than all checks.
 _KERNEL_ONLY = {_C.DispatchKeySet(key).raw_repr() for key in (_C.DispatchKey.CPU, _C.DispatchKey.CUDA)}
@@ -70,7 +75,8 @@ def _forward_below_autograd(
 
 def _is_kernel_only(*gradients: Tensor | None) -> bool:
     """Whether the backward of a call that went straight to the kernel can do so too, with these gradients."""
-    if torch.is_grad_enabled() or torch.autograd._profiler_enabled():
+    # Compiled autograd traces this function: what it compiles has to be the op.
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.autograd._profiler_enabled():
         return False
     if _C._len_torch_dispatch_stack() or _C._are_functorch_transforms_active():
         return False
@@ -99,7 +105,15 @@ def _inside_function(call: Any, *args: Any) -> Any:
         return call(*args)
 
 
-class _Forward(_SingleLevelFunction):
+class _Function(_SingleLevelFunction):
+    """Adds what compiled autograd asks of every Function, and only torch.autograd.Function has."""
+
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> tuple[int, ...]:
+        return (ctx._autograd_function_id,)
+
+
+class _Forward(_Function):
     """attention_fwd or varlen_attention_fwd, remembering what its backward needs.
 
     A single-level Function: the dispatcher has already picked the torch.func level (if any) when it calls an
@@ -145,7 +159,7 @@ class _Forward(_SingleLevelFunction):
         return None, *(g if wanted else None for g, wanted in zip(grads, mask, strict=True)), None, None
 
 
-class _Backward(_SingleLevelFunction):
+class _Backward(_Function):
     """attention_bwd or varlen_attention_bwd: differentiable in name only, so that asking is refused, not wrong."""
 
     @staticmethod
@@ -170,7 +184,15 @@ def _as_tensor(value: Any) -> Tensor:
 
 
 def _scalars_as_tensors(o: Options) -> Options:
-    """Give symbolic floats to the graph as tensors: one graph then serves every cap and scale (see _schema.py)."""
+    """Give symbolic floats to the graph as tensors: one graph then serves every cap and scale (see _schema.py).
+
+    A gradient of such a tensor would be lost without a word, so that asking for one is refused.
+    """
+    for name, value in (("softcap_tensor", o.softcap_tensor), ("scale_tensor", o.scale_tensor)):
+        if value is not None:
+            _refuse_forward_mode(value)
+            if _any_requires_grad(value):
+                raise UnsupportedError(_NO_SCALAR_GRADIENT.format(name=name))
     if isinstance(o.softcap, torch.SymFloat):
         o = o._replace(softcap=None, softcap_tensor=_as_tensor(o.softcap))
     if isinstance(o.scale, torch.SymFloat):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.abc
-import importlib.util
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -17,14 +16,16 @@ class _Watch(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> Any:
         if fullname != self.name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        after = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in after)), None)
         if spec is None or spec.loader is None:
             return None
         execute = spec.loader.exec_module
 
+        # The watch ends here, not above: who looks for a module (importlib.util.find_spec) need not import it.
         def execute_and_register(module: ModuleType) -> None:
             execute(module)
+            sys.meta_path.remove(self)
             self.register()
 
         spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]

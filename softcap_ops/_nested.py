@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _schema
-from ._arguments import Options
+from ._arguments import Options, Packing
 
 
 def attention(q: Any, k: Any, v: Any, options: Options) -> tuple[Tensor, Tensor]:
@@ -17,6 +17,13 @@ def attention(q: Any, k: Any, v: Any, options: Options) -> tuple[Tensor, Tensor]
     Returns out and lse as jagged tensors with q's ragged structure: (batch, ragged, heads_q, head_dim) and
     (batch, ragged, heads_q).
     """
+    *qkv, packing = packed(q, k, v)
+    out, lse = _schema.varlen_attention_fwd(*qkv, *packing, *options)
+    return _jagged_like(q, out), _jagged_like(q, lse.transpose(0, 1))
+
+
+def packed(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor, Packing]:
+    """The same call as the packed op takes it."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not t.is_nested or t.layout != torch.jagged:
             raise TypeError(f"{name} must be a jagged nested tensor like the others, got {_kind(t)}")
@@ -26,12 +33,8 @@ def attention(q: Any, k: Any, v: Any, options: Options) -> tuple[Tensor, Tensor]
             raise ValueError(f"{name} must be contiguous, got a jagged tensor with holes (lengths)")
         if t.shape[0] != q.shape[0]:
             raise ValueError(f"{name} must have the batch of q, {q.shape[0]}, got shape {tuple(t.shape)}")
-    offsets = q.offsets()
-    out, lse = _schema.varlen_attention_fwd(
-        q.values(), k.values(), v.values(),
-        offsets.to(torch.int32), k.offsets().to(torch.int32), _max_seqlen(q), _max_seqlen(k), *options,
-    )  # fmt: skip
-    return _jagged_like(q, out), _jagged_like(q, lse.transpose(0, 1))
+    packing = Packing(q.offsets().to(torch.int32), k.offsets().to(torch.int32), _max_seqlen(q), _max_seqlen(k))
+    return q.values(), k.values(), v.values(), packing
 
 
 def _kind(t: Tensor) -> str:

@@ -27,12 +27,23 @@ _PAGED = "(blocks, block_size, heads, head_dim)"
 
 
 def types(
-    q: Any, k: Any, v: Any, causal: Any, deterministic: Any, backend: Any, names: tuple[str, str] = ("k", "v")
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: Any,
+    deterministic: Any,
+    backend: Any,
+    names: tuple[str, str] = ("k", "v"),
+    *,
+    may_be_nested: bool = False,
 ) -> None:
     """Check the Python types of the public functions' tensors and switches."""
-    tensor("q", q)
-    tensor(names[0], k)
-    tensor(names[1], v)
+    for name, value in zip(("q", *names), (q, k, v), strict=True):
+        tensor(name, value)
+        if value.is_nested and not may_be_nested:
+            raise TypeError(
+                f"{name} must be a plain tensor, got a nested one: softcap_attention takes jagged tensors as they are"
+            )
     if not isinstance(causal, (bool, torch.SymBool)):
         raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
     if deterministic is not None and not isinstance(deterministic, bool):

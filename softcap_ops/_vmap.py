@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _schema
+from . import _schema, _validation
 from .errors import UnsupportedError
 
 _NO_VMAP = (
     "softcap_ops: vmap over {what} is not offered. Map q, k and v only; a map over packed batches of different "
     "lengths is itself a packed batch: join the sequences and their cu_seqlens."
+)
+_TOO_MANY_HEADS = (
+    "softcap_ops: a map over {size} packed calls is one call of {heads} heads, and at most {most} are possible: give "
+    "vmap or jacrev a chunk_size of at most {chunk}"
 )
 
 
@@ -52,7 +56,11 @@ def _batch(
         ]
         values, out_dims = zip(*none, strict=True)
         return values, out_dims
-    joined = (_join(t, d, axis, size) for t, d, axis in zip(tensors, dims, axes, strict=True))
+    joined: list[Any] = [_join(t, d, axis, size) for t, d, axis in zip(tensors, dims, axes, strict=True)]
+    heads, most = joined[0].shape[axes[0]], _validation.MAX_HEADS  # of q, or of dout
+    if axes[0] == _PACKED_HEADS and heads > most:
+        chunk = most // (heads // size)
+        raise UnsupportedError(_TOO_MANY_HEADS.format(size=size, heads=heads, most=most, chunk=chunk))
     results = op(*joined, *args[leading:])
     values, out_dims = zip(*(_split(r, axis, size) for r, axis in zip(results, out_axes, strict=True)), strict=True)
     return values, out_dims
@@ -83,6 +91,8 @@ def _batch_decode(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any,
 
 
 torch.library.register_vmap(_schema.decode_attention_fwd, _batch_decode)
+
+_PACKED_HEADS = 1  # their axis in packed tensors
 
 # Tensors in front: q, k, v, and for the backward dout, dlse, q, k, v, out, lse; heads come first in a packed lse.
 for _op, _axes, _out_axes in (

@@ -83,7 +83,7 @@ def softcap_attention(
         UnsupportedError: no backend can serve the call, or the one asked for cannot.
         errors.OnnxExportError: a soft-capped call is being exported to ONNX, which has no such operator.
     """
-    _validation.types(q, k, v, causal, deterministic, backend)
+    _validation.types(q, k, v, causal, deterministic, backend, may_be_nested=True)
     left, right = _validation.scalars(softcap, scale, window)
     if _onnx.exporting_torchscript():
         out, lse = _onnx.attention(q, k, v, softcap, scale, causal, (left, right))
@@ -297,7 +297,8 @@ def explain(
     those of `softcap_attention_decode` (k and v are the caches then, and causal is said, not implied), and are checked
     the same way. A gradient is taken to be needed when grad mode is on and q, k or v requires one.
     """
-    _validation.types(q, k, v, causal, deterministic, backend)
+    may_be_nested = cu_seqlens_q is None and cache_seqlens is None
+    _validation.types(q, k, v, causal, deterministic, backend, may_be_nested=may_be_nested)
     left, right = _validation.scalars(softcap, scale, window)
     packing_arguments = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if cache_seqlens is None and (cache_leftpad is not None or block_table is not None):
@@ -315,6 +316,8 @@ def explain(
     packing = None
     if any(a is not None for a in packing_arguments):
         packing = _validation.lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    elif q.is_nested or k.is_nested or v.is_nested:
+        q, k, v, packing = _nested.packed(q, k, v)
     options = Options(softcap, scale, causal, left, right, deterministic, backend)
     _validation.inputs(q, k, v, packing, options)
     needs_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))

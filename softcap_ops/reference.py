@@ -23,7 +23,7 @@ def visible(
     The diagonal is aligned bottom right: query i stands at key i + seqlen_k - seqlen_q. `window` is (left, right)
     in tokens around it, inclusive, -1 = unlimited; causal limits the right to 0.
     """
-    left, right = window
+    left, right = (min(side, 2**62) for side in window)  # the sums below fit into 64 bits
     if causal:
         right = 0
     if left < 0 and right < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 from helpers import Result, check_parity, evaluate, must_save_attention
 from samples import Sample, each_sample, named
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from softcap_ops import reference, softcap_attention
+from softcap_ops import UnsupportedError, reference, softcap_attention
+from softcap_ops._arguments import Options
 from softcap_ops.backends import cpu
 
 BOTH_LAYOUTS = named("gqa", "packed_gqa")
@@ -237,6 +240,28 @@ def test_func_forward_mode_is_refused(sample: Sample, transform: Callable[..., A
         transform(lambda q: sample.attention(q, k, v)[0].sum(), q)
 
 
+@each_sample(BOTH_LAYOUTS)
+@pytest.mark.parametrize("name", ["softcap_tensor", "scale_tensor"])
+def test_a_gradient_of_cap_or_scale_is_refused(sample: Sample, name: str) -> None:
+    """They are constants to the gradient: a learned one would never learn."""
+    args = list(sample.op_args(*sample.inputs().qkv))
+    at = [a.name for a in sample.op._schema.arguments].index("softcap")
+
+    def attention(value: Tensor) -> Tensor:
+        options = Options(*args[at:])._replace(**{name: value})
+        return sample.op(*args[:at], *options)[0].sum()
+
+    value = torch.tensor(5.0, dtype=torch.float64)
+    learned = value.clone().requires_grad_()
+    for ask in (lambda: attention(learned), lambda: torch.func.grad(attention)(value)):
+        with pytest.raises(UnsupportedError, match=f"{name} requires a gradient"):
+            ask()
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(attention, (value,), (value,))
+    with torch.no_grad():
+        assert torch.equal(attention(learned), attention(value))
+
+
 @pytest.mark.parametrize("transform", [torch.func.jacfwd, torch.func.hessian])
 def test_jacfwd_is_refused(transform: Any) -> None:
     q, k, v = DENSE.inputs().qkv
@@ -412,6 +437,27 @@ def test_reentrant_checkpoint() -> None:
     checkpoint(DENSE.attention, q, k, v, use_reentrant=True)[0].backward(x.dout)
     for leaf, grad in zip((q, k, v), evaluate(DENSE.attention, x, "out")[2:], strict=True):
         assert torch.equal(leaf.grad, grad)
+
+
+@each_sample(BOTH_LAYOUTS)
+def test_compiled_autograd(sample: Sample) -> None:
+    """An eager forward whose whole backward is captured: the graph holds the backward op."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph.print_readable(print_output=False))
+        return graph
+
+    torch.compiler.reset()
+    for softcap in (sample.softcap, 0.5):
+        capped = replace(sample, softcap=softcap)
+        x = capped.inputs()
+        expected = evaluate(capped.attention, x)
+        with compiled_autograd._enable(torch.compile(backend=backend, fullgraph=True)):
+            _assert_equal(evaluate(capped.attention, x), expected)
+    op = "varlen_attention_bwd" if sample.packed else "attention_bwd"
+    assert len(graphs) == 2
+    assert all(f"torch.ops.softcap_ops.{op}.default" in graph for graph in graphs)
 
 
 def _assert_equal(actual: Result, expected: Result) -> None:

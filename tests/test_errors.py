@@ -378,6 +378,10 @@ def mistakes() -> list[Mistake]:
     holes = torch.nested.nested_tensor_from_jagged(rand(9, 2, 8), ints(0, 4, 9), lengths=ints(3, 5))
     row("jagged k with holes", nested, {"k": holes}, ValueError,
         "k must be contiguous, got a jagged tensor with holes (lengths)", PUBLIC, True)
+    for base, name in ((PACKED, "q"), (PACKED, "v"), (DECODE, "k_cache")):
+        row(f"jagged {name} where the lengths are arguments", base, {name: jagged(3, 5)}, TypeError,
+            f"{name} must be a plain tensor, got a nested one: softcap_attention takes jagged tensors as they are",
+            PUBLIC, True)
     return rows
 # fmt: on
 

@@ -335,6 +335,12 @@ def test_a_window_that_hides_nothing_is_none(causal: bool, window: tuple[int, in
     assert (packed.causal, packed.window, packed.packed) == (*expected, True)
 
 
+def test_no_window_is_too_wide_for_a_kernel() -> None:
+    """FlashAttention takes its sides as 32-bit integers."""
+    assert resolve(Options(50.0, None, False, 2**31, 2**62), 8).window == (2**30, 2**30)
+    assert resolve(Options(50.0, None, False, -1, 7), 8).window == (-1, 7)
+
+
 def test_explain_names_each_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_flash.install_fa2(monkeypatch)
     text = backends.explain(HOPPER)

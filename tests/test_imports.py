@@ -44,6 +44,32 @@ def test_what_importing_imports() -> None:
     assert works(script) == "[]\nFalse\n"
 
 
+def test_what_is_looked_for_before_it_is_imported() -> None:
+    """Libraries ask importlib whether a module is there: the registrations that wait for it go on waiting."""
+    script = """
+        import importlib.util
+        import torch, softcap_ops
+        for name in ("torch.utils.flop_counter", "torch.onnx", "torch.distributed.tensor"):
+            for _ in range(2):
+                assert importlib.util.find_spec(name) is not None
+        from torch.utils.flop_counter import FlopCounterMode
+        import torch.onnx
+        import torch.distributed.tensor
+        from torch.onnx._internal.torchscript_exporter.registration import registry
+        q = torch.randn(1, 8, 2, 8)
+        with FlopCounterMode(display=False) as counter:
+            softcap_ops.softcap_attention(q, q, q, softcap=5.0)
+        print(counter.get_total_flops() > 0, registry.is_registered_op("softcap_ops::attention_fwd", 17))
+        print(softcap_ops._sharding._registered)
+    """
+    assert works(script) == "True True\nTrue\n"
+
+
+def test_type_hints_are_published() -> None:
+    """Without the marker a type checker takes every name of an installed package for Any."""
+    assert Path(softcap_ops.__file__).with_name("py.typed").is_file()
+
+
 def test_using_imports_no_flash_attn() -> None:
     """A CPU call asks nothing of a GPU library."""
     script = f"import softcap_ops, sys\n{USE}\nprint([m for m in sys.modules if m.startswith('flash_attn')])"

@@ -52,6 +52,15 @@ def test_equals_each_item_alone() -> None:
         torch.testing.assert_close(stats.transpose(1, 2), expected[1])
 
 
+def test_explained() -> None:
+    """As the packed call that it is."""
+    q, k, v = (t.detach() for t in data())
+    lengths = {"max_seqlen_q": max(LENGTHS), "max_seqlen_k": max(LENGTHS)}
+    packing = {"cu_seqlens_q": q.offsets().int(), "cu_seqlens_k": k.offsets().int()} | lengths
+    explained = softcap_ops.explain(q, k, v, **OPTIONS)
+    assert explained == softcap_ops.explain(q.values(), k.values(), v.values(), **packing, **OPTIONS)
+
+
 def test_gradients() -> None:
     leaves = [t.values().detach().requires_grad_() for t in data()]
     offsets = offsets_of(LENGTHS)

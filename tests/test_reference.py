@@ -75,7 +75,7 @@ def test_visible_counts() -> None:
     for seqlen_q in range(5):
         for seqlen_k in range(5):
             for causal in (False, True):
-                for window in ((-1, -1), (0, 0), (1, -1), (-1, 1), (2, 1)):
+                for window in ((-1, -1), (0, 0), (1, -1), (-1, 1), (2, 1), (2**63 - 1, 2**63 - 1)):
                     seen = reference.visible(seqlen_q, seqlen_k, causal, window)
                     for i in range(seqlen_q):
                         for j in range(seqlen_k):

@@ -209,6 +209,16 @@ def test_refusals(what) -> None:
         vmap(f)(x)
 
 
+def test_more_heads_than_a_call_takes() -> None:
+    """A packed map joins the heads, and there may be 65535: what to do is said in terms of the map."""
+    q, k, v = mapped(packed, (None, None, None))
+    maps = q.expand(20000, *q.shape)
+    with pytest.raises(softcap_ops.UnsupportedError, match=r"map over 20000 .* chunk_size of at most 16383"):
+        vmap(packed, (0, None, None))(maps, k, v)
+    out, _ = vmap(packed, (0, None, None), chunk_size=16383)(maps, k, v)
+    assert torch.equal(out[-1], out[0])
+
+
 @each_layout
 def test_forward_mode_is_refused_under_a_map(attention) -> None:
     tensors = mapped(attention, (0, 0, 0), 3)

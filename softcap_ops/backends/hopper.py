@@ -26,7 +26,6 @@ INSTALL = "install softcap_ops anew where nvcc is"
 LIBRARY = Path(__file__).parents[1] / "libsoftcap_hopper.so"
 
 HEAD_DIMS = (64, 128, 256)
-_UNLIMITED = 2**30  # a window side as large as this hides nothing
 _LARGEST = 3e38  # of float32, about: a scale beyond it saturates every score just the same
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 
@@ -106,11 +105,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, p: Paramet
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(_validation.lse_shape_of(q), dtype=torch.float32, device=q.device)
     pointers, sizes = _packing(q, k, packing)
-    left, right = p.window
     arguments = _FORWARD.pack(
         _FORWARD.size, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), *pointers,
         *_strides(q), *_strides(k), *_strides(v), *_strides(out), *sizes, q.shape[-2], k.shape[-2], q.shape[-1],
-        _DTYPES[q.dtype], p.causal, min(left, _UNLIMITED), min(right, _UNLIMITED), p.softcap, _float32(p.scale),
+        _DTYPES[q.dtype], p.causal, *p.window, p.softcap, _float32(p.scale),
         _stream(q.device),
     )  # fmt: skip
     _call(_library().softcap_hopper_fwd, arguments, q.device)
@@ -153,12 +151,11 @@ def _launch_backward(
 ) -> None:
     """Writes dq, dk and dv; every tensor as the kernel reads it."""
     pointers, sizes = _packing(q, k, packing)
-    left, right = p.window
     arguments = _BACKWARD.pack(
         _BACKWARD.size, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), dout.data_ptr(), lse.data_ptr(),
         0 if dlse is None else dlse.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), 0, *pointers,
         *_strides(q), *_strides(k), *_strides(v), *_strides(out), *_strides(dout), *sizes, q.shape[-2], k.shape[-2],
-        q.shape[-1], _DTYPES[q.dtype], p.causal, min(left, _UNLIMITED), min(right, _UNLIMITED), p.deterministic, 0,
+        q.shape[-1], _DTYPES[q.dtype], p.causal, *p.window, p.deterministic, 0,
         p.softcap, _float32(p.scale), _stream(q.device),
     )  # fmt: skip
     library = _library()

@@ -109,7 +109,7 @@ def _plan_and_numbers(
     device: torch.device, dtype: torch.dtype, head_dim: int, packed: bool, p: Parameters
 ) -> tuple[_Plan, int, int, float, float, float]:
     """The plan, and left, right, tanh_scale, score_scale and shift as the kernels take them."""
-    left, right = (_UNLIMITED if side < 0 else min(side, _UNLIMITED) for side in p.window)
+    left, right = (_UNLIMITED if side < 0 else side for side in p.window)
     if p.causal:
         right = 0
     running_max, shift = _running_max_and_shift(p.softcap, dtype)

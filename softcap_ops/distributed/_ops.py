@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.autograd.function import _SingleLevelFunction
 
 from .. import _autocast, _autograd, _fake, _onnx, _schema, _validation
 from .._arguments import Options, Sharding, split_sharded
@@ -80,7 +79,7 @@ lib._register_fake("cp_attention_bwd", _fake_backward)
 # ---- gradients -----------------------------------------------------------------------------------------------
 
 
-class _Forward(_SingleLevelFunction):
+class _Forward(_autograd._Function):
     """cp_attention_fwd, remembering this rank's q, k, v, the merged out and lse, each once."""
 
     @staticmethod
