@@ -85,7 +85,7 @@ def two_level_groups(
             raise ValueError(f"a2a_size must divide the {len(ranks)} ranks of the group, got {size}")
     # Every rank creates all groups, those of others too. That only their members do so is on offer
     # (use_local_synchronization), and hangs where these have created different numbers of groups before.
-    pair = [outside, outside]
+    pair: list[Any] = [outside, outside]
     for ranks, size in asked:
         rows = [ranks[start : start + size] for start in range(0, len(ranks), size)]
         for level, groups in enumerate((rows, zip(*rows, strict=True))):
