@@ -376,12 +376,14 @@ def _both_ways(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str,
         _refuse("a sliding window in cross attention")
     if mask.shape[1] == 0:
         return softcap_attention(q, k, v, **options)
+    if mask.shape[1] != seqlen_k:
+        raise ValueError(f"attention_mask must have a column for each of the {seqlen_k} keys, got {mask.shape[1]}")
     # What a query at padding sees nobody reads. With a window it is left out, so that tokens keep their distances.
     pad_k = from_mask(mask)
-    every = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
-    pad_q = pad_k if windowed else Packed(every, None)
+    pad_q = Packed(torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q, None)
     if windowed:
         _refuse_padding_between(mask)
+        pad_q = pad_k
     out = softcap_attention_varlen(
         pad_q.pack(q.flatten(0, 1)), pad_k.pack(k.flatten(0, 1)), pad_k.pack(v.flatten(0, 1)),
         cu_seqlens_q=pad_q.cu_seqlens, cu_seqlens_k=pad_k.cu_seqlens, max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_k,
