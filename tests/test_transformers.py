@@ -21,6 +21,9 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    T5GemmaConfig,
+    T5GemmaForConditionalGeneration,
+    T5GemmaModuleConfig,
     Trainer,
     TrainingArguments,
 )
@@ -524,6 +527,89 @@ def test_a_model_that_does_not_pass_its_cap_is_named(ids):
     with torch.no_grad():
         eager, ours = both(model, ids)
     torch.testing.assert_close(ours.logits, eager.logits, atol=1e-4, rtol=1e-4)
+
+
+def make_encoder_decoder(cap=CAP, **overrides):
+    """T5Gemma: bidirectional layers with and without a window, and cross attention, all of them capped."""
+    options = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    options |= {"num_attention_heads": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": SCALAR, "pad_token_id": 0}
+    options |= {"sliding_window": WINDOW, "attn_logit_softcapping": cap, "max_position_embeddings": 128, **overrides}
+    torch.manual_seed(0)
+    sides = {side: T5GemmaModuleConfig(**options) for side in ("encoder", "decoder")}
+    config = T5GemmaConfig(**sides, vocab_size=64, dropout_rate=0.0, attention_dropout=0.0)
+    model = T5GemmaForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p *= 30 if "q_proj" in name or "k_proj" in name else 10 if "v_proj" in name else 1
+    return model
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+def test_encoder_decoder_equals_eager(ids, padding):
+    """A cross attention of 20 queries on 32 keys, of which padding hides some."""
+    mask = None if padding is None else mask_of(padding)
+    results = []
+    for model, name in (
+        (make_encoder_decoder(), "eager"),
+        (make_encoder_decoder(), NAME),
+        (make_encoder_decoder(None), NAME),
+    ):
+        model.set_attn_implementation(name)
+        out = model(input_ids=ids, attention_mask=mask, labels=ids[:, :20].contiguous())
+        out.loss.backward()
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        results.append((out.logits.detach(), gradients))
+    (expected, gradients), (logits, mine), (uncapped, _) = results
+    assert error(uncapped, expected.double()) > 1e-2
+    assert error(logits, expected.double()) < 1e-4
+    for name, gradient in gradients.items():
+        assert error(mine[name], gradient.double()) < 1e-3, name
+
+
+@torch.no_grad()
+def test_encoder_decoder_generation_equals_eager(ids):
+    """With a cache, where transformers makes a mask of the right size for it: 5.4 does not."""
+    model, texts = make_encoder_decoder(), []
+    for name in ("eager", NAME):
+        model.set_attn_implementation(name)
+        options = {"max_new_tokens": 12, "num_beams": 2, "do_sample": False, "eos_token_id": None}
+        options["use_cache"] = cache_argument(Gemma2ForCausalLM.forward) == "cache"
+        texts.append(model.generate(ids, attention_mask=mask_of("left"), disable_compile=True, **options))
+    assert torch.equal(*texts)
+
+
+@torch.no_grad()
+def test_encoder_decoder_compiled_in_one_graph(ids):
+    model, mask = make_encoder_decoder(), mask_of("right")
+    model.set_attn_implementation(NAME)
+
+    def encode(mask):
+        return model.get_encoder()(input_ids=ids, attention_mask=mask).last_hidden_state
+
+    compiled = torch.compile(encode, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(mask), encode(mask), atol=1e-4, rtol=1e-4)
+    mask[0, 6:14] = 0
+    with pytest.raises(RuntimeError, match="a sliding window over padding between tokens"):
+        compiled(mask)
+
+
+@torch.no_grad()
+def test_what_bidirectional_attention_does_not_offer(ids):
+    model, mask = make_encoder_decoder(), mask_of("right")
+    model.set_attn_implementation(NAME)
+    mask[0, 6:14] = 0
+    with pytest.raises(softcap_ops.UnsupportedError, match="a sliding window over padding between tokens"):
+        model(input_ids=ids, attention_mask=mask, decoder_input_ids=ids)
+    q, k, both_ways = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 6, 8), torch.ones(1, 1, 0, dtype=torch.bool)
+    cu = torch.tensor([0, 2, 4], dtype=torch.int32)
+    with pytest.raises(softcap_ops.UnsupportedError, match="cu_seq_lens"):
+        integration.attention(layer(), q, q, q, both_ways, softcap=CAP, cu_seq_lens_q=cu)
+    with pytest.raises(ValueError, match="attention_mask must have a column for each of the 6 keys, got 4"):
+        integration.attention(layer(), q, k, k, torch.ones(1, 1, 4, dtype=torch.bool), softcap=CAP)
+    with pytest.raises(softcap_ops.UnsupportedError, match="a sliding window in cross attention"):
+        integration.attention(layer(sliding_window=2), q, k, k, both_ways, softcap=CAP, sliding_window=2)
+    with pytest.raises(softcap_ops.UnsupportedError, match="bidirectional attention on a KV cache"):
+        integration.attention_mask(1, 4, 6, q_offset=2, allow_is_bidirectional_skip=True)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non_reentrant", "reentrant"])

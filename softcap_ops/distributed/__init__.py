@@ -23,11 +23,11 @@ from .layout import (
 def two_level_groups(group: Any = None, *, a2a_size: int) -> tuple[Any, Any]:
     """Split a group for comm="a2a+p2p": (a2a group of this rank, p2p group of this rank).
 
-    Consecutive ranks share an a2a group, which exchanges heads: make it the GPUs of one node. Creates process groups:
-    every rank of `group` must call it.
+    Consecutive ranks share an a2a group, which exchanges heads: make it the GPUs of one node. Creates process groups
+    as torch.distributed.new_group does: every rank of the job must call it, each for its own `group`.
 
     Args:
-        group: the ProcessGroup to split; None = all ranks.
+        group: the ProcessGroup to split; None = all ranks. A rank outside passes, and gets, what `new_group` gave it.
         a2a_size: ranks of each a2a group; divides the size of the group.
     """
     from . import groups

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from . import transport
 
 _WORDS = 4  # 256 bits of digest
+settled = 0  # calls that `agree` was asked about: what fails before that, the other ranks have not heard of
 _agreed: dict[str, tuple[dist.ProcessGroup, set[Any]]] = {}
 
 
@@ -32,6 +33,8 @@ def agree(
         error: on the rank that has one.
         ValueError: on the others.
     """
+    global settled
+    settled += 1
     groups = [g for g in groups if g.size() > 1]
     if not groups:
         if error is not None:

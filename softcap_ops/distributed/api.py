@@ -121,13 +121,12 @@ def context_parallel_attention(
     """
     if not torch.distributed.is_available():
         raise NotImplementedError("softcap_ops: this build of torch has no torch.distributed")
-    from . import groups
+    from . import agreement, groups
 
-    if (spec := _Spec.of(q, k, v, group)) is not None:
-        group = spec.group
-        q, k, v = (t.to_local() for t in (q, k, v))  # type: ignore[attr-defined]
-    names = groups.group_names(group)
+    names = groups.group_names(_Spec.group_of(q) if group is None and _is_dtensor(q) else group)
+    settled = None if torch.compiler.is_compiling() else agreement.settled
     try:
+        _validation.types(q, k, v, causal, deterministic, backend)
         left, right = _validation.scalars(softcap, scale, window)
         for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
             if value is not None:
@@ -135,62 +134,84 @@ def context_parallel_attention(
         for name, text in (("comm", comm), ("layout", layout)):
             if not isinstance(text, str):
                 raise TypeError(f"{name} must be a str, got {type(text).__name__}")
-    except (TypeError, ValueError) as error:
-        if not torch.compiler.is_compiling():
-            _refuse(names, error, q.device)
+        for name, cu in (
+            ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k),
+            ("cu_seqlens_q_padded", cu_seqlens_q_padded), ("cu_seqlens_k_padded", cu_seqlens_k_padded),
+        ):  # fmt: skip
+            if cu is not None:
+                _validation.tensor(name, cu)
+        if (spec := _Spec.of(q, k, v, names)) is not None:
+            q, k, v = (t.to_local() for t in (q, k, v))  # type: ignore[attr-defined]
+        out, lse = _schema.cp_attention_fwd(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, cu_seqlens_q_padded, cu_seqlens_k_padded, max_seqlen_q, max_seqlen_k,
+            names, comm, layout, softcap, scale, causal, left, right, deterministic, backend, return_lse=return_lse,
+        )  # fmt: skip
+    except Exception as error:
+        # What fails before the op compares the ranks' calls, here or in the dispatcher, the others have yet to hear of.
+        if settled is not None and settled == agreement.settled:
+            _refuse(names, error, (q, k, v))
         raise
-    out, lse = _schema.cp_attention_fwd(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, cu_seqlens_q_padded, cu_seqlens_k_padded, max_seqlen_q, max_seqlen_k,
-        names, comm, layout, softcap, scale, causal, left, right, deterministic, backend, return_lse=return_lse,
-    )  # fmt: skip
     if spec is not None:
         out, lse = spec.wrap(out, lse)
     return (out, lse) if return_lse else out
 
 
-def _refuse(names: list[str], error: Exception, device: torch.device) -> None:
+def _refuse(names: list[str], error: Exception, tensors: tuple[Any, ...]) -> None:
+    """Raise `error`, and let the other ranks raise too."""
     from . import schemes
 
-    schemes.refuse(names, error, device)
+    devices = [t.device for t in tensors if isinstance(t, Tensor) and not _validation.is_fake(t)]
+    with torch._C._DisableFuncTorch():  # vmap and forward mode are refused too
+        schemes.refuse(names, error, devices[0] if devices else torch.device("cpu"))
+
+
+def _is_dtensor(t: Any) -> bool:
+    if "torch.distributed.tensor" not in sys.modules:
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(t, DTensor)
 
 
 class _Spec:
     """How DTensor inputs lie, to wrap the results the same way."""
 
-    def __init__(self, q: Any, group: Any) -> None:
-        self.group = group
+    def __init__(self, q: Any) -> None:
         self._mesh, self._placements = q.device_mesh, q.placements
         self._packed = q.dim() == 3
 
     @classmethod
-    def of(cls, q: Any, k: Any, v: Any, group: Any) -> _Spec | None:
-        """None for plain tensors."""
-        if "torch.distributed.tensor" not in sys.modules:
-            return None
-        from torch.distributed.tensor import DTensor
-
+    def of(cls, q: Any, k: Any, v: Any, names: list[str]) -> _Spec | None:
+        """None for plain tensors. names: those of the process groups to attend over."""
         tensors = {"q": q, "k": k, "v": v}
-        if not any(isinstance(t, DTensor) for t in tensors.values()):
+        if not any(_is_dtensor(t) for t in tensors.values()):
             return None
-        sequence = 0 if q.dim() == 3 else 1
+        from . import groups
+
         for name, t in tensors.items():
-            if not isinstance(t, DTensor):
+            if not _is_dtensor(t):
                 raise TypeError(f"{name} must be a DTensor where another of q, k and v is one")
             if t.device_mesh != q.device_mesh or t.placements != q.placements:
                 raise ValueError(f"{name} must have the mesh and placements of q, {q.placements}, got {t.placements}")
             if any(p.is_partial() for p in t.placements):
                 raise ValueError(f"{name} is a partial sum, got placements {t.placements}: redistribute it first")
-        mesh_dims = [i for i, p in enumerate(q.placements) if p.is_shard(sequence)]
+        sharded = groups.group_names(cls.group_of(q))
+        # A graph cannot look up a group by its name, to see that another one has the same ranks.
+        if names != sharded and (torch.compiler.is_compiling() or groups.members(names) != groups.members(sharded)):
+            raise ValueError("group must be the mesh dimension over which q is sharded on its sequence: None takes it")
+        return cls(q)
+
+    @staticmethod
+    def group_of(q: Any) -> Any:
+        """The mesh dimension that a DTensor is sharded over on its sequence, or the pair of them."""
+        sequence = 0 if q.dim() == 3 else 1
+        mesh_dims = [(q.device_mesh, i) for i, p in enumerate(q.placements) if p.is_shard(sequence)]
         if not mesh_dims:
             raise ValueError(
                 f"q must be sharded on its sequence, axis {sequence}, got placements {q.placements}: "
                 "softcap_attention takes DTensors that are not"
             )
-        if group is None:
-            group = (q.device_mesh, mesh_dims[0])
-            if len(mesh_dims) == 2:
-                group = ((q.device_mesh, mesh_dims[1]), (q.device_mesh, mesh_dims[0]))
-        return cls(q, group)
+        return mesh_dims[0] if len(mesh_dims) == 1 else tuple(reversed(mesh_dims))
 
     def wrap(self, out: Tensor, lse: Tensor) -> tuple[Any, Any]:
         from torch.distributed.tensor import DTensor, Shard

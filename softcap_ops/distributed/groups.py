@@ -31,10 +31,7 @@ def group_names(group: Any) -> list[str]:
         )
     if isinstance(group, (tuple, list)) and len(group) == 2:
         if _is_mesh(group[0]) and isinstance(group[1], (int, str)):
-            mesh, dim = group
-            if isinstance(dim, str):
-                dim = mesh.mesh_dim_names.index(dim)
-            return [_mesh_group(mesh, dim)]
+            return [_mesh_group(*group)]
         return [*group_names(group[0]), *group_names(group[1])]
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("group: this rank is not a member of the process group")
@@ -47,7 +44,12 @@ def _is_mesh(group: Any) -> bool:
     return isinstance(group, DeviceMesh)
 
 
-def _mesh_group(mesh: Any, dim: int) -> str:
+def _mesh_group(mesh: Any, dim: int | str) -> str:
+    names = mesh.mesh_dim_names or ()
+    if dim not in names and dim not in range(-mesh.ndim, mesh.ndim):
+        raise ValueError(f"group: the DeviceMesh has no dimension {dim!r}, but {mesh.ndim}, named {names}")
+    if mesh.get_coordinate() is None:
+        raise ValueError("group: this rank is not a member of the DeviceMesh")
     return mesh.get_group(dim).group_name
 
 
@@ -64,17 +66,30 @@ def resolve(names: list[str]) -> list[dist.ProcessGroup]:
     return result
 
 
+def members(names: list[str]) -> list[list[int]]:
+    """The ranks of each of these groups."""
+    return [dist.get_process_group_ranks(group) for group in resolve(names)]
+
+
 def two_level_groups(
     group: dist.ProcessGroup | None = None, *, a2a_size: int
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """See softcap_ops.distributed.two_level_groups."""
-    ranks = dist.get_process_group_ranks(group)
-    if a2a_size < 1 or len(ranks) % a2a_size:
-        raise ValueError(f"a2a_size must divide the {len(ranks)} ranks of the group, got {a2a_size}")
-    here = ranks.index(dist.get_rank())
-    row = here // a2a_size * a2a_size
-    pair = []
-    for members in (ranks[row : row + a2a_size], ranks[here % a2a_size :: a2a_size]):
-        # Only its members create a group: `group` need not be all of the job.
-        pair.append(dist.new_group(members, use_local_synchronization=True))
+    outside = dist.GroupMember.NON_GROUP_MEMBER
+    mine = [] if group is outside else dist.get_process_group_ranks(group)
+    asked: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(asked, (tuple(mine), a2a_size))
+    asked = list(dict.fromkeys(entry for entry in asked if entry[0]))
+    for ranks, size in asked:
+        if size < 1 or len(ranks) % size:
+            raise ValueError(f"a2a_size must divide the {len(ranks)} ranks of the group, got {size}")
+    # Every rank creates all groups, those of others too. That only their members do so is on offer
+    # (use_local_synchronization), and hangs where these have created different numbers of groups before.
+    pair: list[Any] = [outside, outside]
+    for ranks, size in asked:
+        rows = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+        for level, groups in enumerate((rows, zip(*rows, strict=True))):
+            for members in groups:
+                created = dist.new_group(list(members))
+                pair[level] = created if dist.get_rank() in members else pair[level]
     return pair[0], pair[1]

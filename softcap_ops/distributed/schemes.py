@@ -104,7 +104,7 @@ def plan(
             _plans[key] = (members, result)
         else:
             _check(q, k, v, sharding, options)
-    except (ValueError, TypeError, NotImplementedError) as caught:
+    except Exception as caught:  # whatever it is, the other ranks wait for this one to tell
         error = caught
     if not is_backward:
         agreement.agree(members, {**facts, "return_lse": return_lse}, error, q.device)
@@ -152,6 +152,7 @@ def _on_host(cu_seqlens: Tensor | None) -> tuple[int, ...] | None:
     global _host_copies
     if cu_seqlens is None:
         return None
+    cu_seqlens = cu_seqlens.reshape(-1) if cu_seqlens.dim() != 1 else cu_seqlens  # (_check refuses it)
     if cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():
         return tuple(cu_seqlens.tolist())
     if _host_copies is None:

@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from .._padding import cumulative
+from .._padding import Packed, cumulative, from_mask
 from ..api import softcap_attention, softcap_attention_decode, softcap_attention_varlen
 from ..errors import UnsupportedError
 
@@ -91,12 +91,13 @@ def attention(
         key, value: (batch, heads_kv, seqlen_k, head_dim).
         attention_mask: what the mask function below returned: None; int32 (1 or 2, batch, 1), the end and beginning
             of each row's keys; or bool (batch, tokens), False = padding, for the first `tokens` keys. Later keys do not
-            exist yet, and the queries are the last of those tokens.
+            exist yet, and the queries are the last of those tokens. With a leading axis, bool (1, batch, tokens), every
+            query sees all tokens, or those of its window; (1, batch, 0): there is no padding.
         dropout: must be 0.
         scaling: factor of q kT; None = head_dim ** -0.5.
         sliding_window: tokens that a query sees, itself included.
         softcap: the cap; None only in a model that has none.
-        is_causal: must be true here or in the module.
+        is_causal: must be true here or in the module, unless the mask says that queries see what is later.
         position_ids: (batch or 1, seqlen_q); without a mask, a position that does not follow the one before it starts
             a new sequence.
         cu_seq_lens_*, max_length_*: packed sequences, as DataCollatorWithFlattening gives them.
@@ -115,6 +116,13 @@ def attention(
         "window": (-1, -1) if sliding_window is None else (sliding_window - 1, 0),
     }
 
+    if attention_mask is not None and _is_both_ways(attention_mask):
+        if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+            _refuse("packed sequences (cu_seq_lens) with bidirectional attention")
+        if sliding_window is not None:  # that of the mask: what a model passes as `sliding_window` is one more in some
+            config: Any = module.config
+            options["window"] = (config.sliding_window, config.sliding_window)
+        return _both_ways(q, k, v, attention_mask[0], {**options, "causal": False}), None
     if attention_mask is not None:
         if _is_key_ranges(attention_mask):
             return _decoded(q, k, v, attention_mask, options), None
@@ -164,13 +172,22 @@ def attention_mask(
         attention_mask: bool (batch, positions), False = padding, as the user gave it.
         use_vmap: whether the model added a pattern of its own.
         config: the model's.
+        kwargs: of these, allow_is_bidirectional_skip is read: that the pattern is bidirectional, with a window or not.
 
     Returns:
         None where every token of this forward sees those before it in it, and there are no others. Without gradients,
         where padding is on the left if anywhere: the range of each row's keys, see `_key_ranges`; this is what
-        generation meets. Else bool (batch_size, columns so far), False = padding.
+        generation meets. Else bool (batch_size, columns so far), False = padding. For a bidirectional pattern bool
+        (1, batch_size, columns or 0), see `attention`.
     """
-    _refuse_other_patterns(mask_function, batch_size, q_length, q_offset, device, use_vmap, config)
+    both_ways = bool(kwargs.get("allow_is_bidirectional_skip"))
+    _refuse_other_patterns(mask_function, batch_size, q_length, q_offset, device, use_vmap, config, both_ways)
+    if both_ways:
+        if not (isinstance(q_offset, int) and q_offset == kv_offset == 0):
+            _refuse("bidirectional attention on a KV cache")
+        if attention_mask is None or (not torch.compiler.is_compiling() and attention_mask.all()):
+            attention_mask = torch.ones((batch_size, 0), dtype=torch.bool, device=device)
+        return attention_mask.to(torch.bool).unsqueeze(0)
     columns = q_offset + q_length - kv_offset  # a static cache is longer than what it holds
     if torch.is_grad_enabled():
         return _key_mask(batch_size, int(columns), kv_length, kv_offset, attention_mask, device)
@@ -215,8 +232,12 @@ def _key_ranges(batch_size: int, columns: int | Tensor, padding: Tensor | None, 
 
 
 def _is_key_ranges(mask: Tensor) -> bool:
-    """Told from a mask by its dimensions: no mask has three."""
+    """Told from a mask by its dimensions: no mask of a model's has three."""
     return mask.dim() == 3 and mask.dtype == torch.int32
+
+
+def _is_both_ways(mask: Tensor) -> bool:
+    return mask.dim() == 3 and mask.dtype == torch.bool
 
 
 def _key_mask(
@@ -256,9 +277,10 @@ def _refuse_what_is_not_offered(
             "pass its cap to attention, which",
             "Set config.attn_logit_softcapping = None to run it uncapped.",
         )
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        _refuse("bidirectional attention (is_causal=False)")
-    if mask is not None and mask.dim() != 2 and not _is_key_ranges(mask):
+    both_ways = mask is not None and _is_both_ways(mask)
+    if not both_ways and not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        _refuse("bidirectional attention (is_causal=False) without a mask of transformers' that says so")
+    if mask is not None and mask.dim() != 2 and not both_ways and not _is_key_ranges(mask):
         _refuse(f"an attention_mask of {mask.dim()} dimensions (one of the model's or the caller's own)")
     for name in ("block_table", "k_cache", "v_cache"):
         if kwargs.get(name) is not None:
@@ -282,17 +304,18 @@ def _refuse_other_patterns(
     device: Any,
     use_vmap: bool,
     config: Any,
+    both_ways: bool,
 ) -> None:
-    """Refuse what is more than causal: `attention` would compute a causal mask in its place.
+    """Refuse what is neither causal nor bidirectional: `attention` would compute a causal mask in its place.
 
     A pattern is closures over closures, which say little of themselves. But all that let a token see beyond itself
-    (bidirectional, prefix, image blocks) let some token see the next one.
+    (prefix, image blocks) let some token see the next one.
     """
     if use_vmap:
         _refuse("a mask function of the model's own (or_mask_function, and_mask_function)")
     if getattr(config, "attention_chunk_size", None) is not None:
         _refuse(f"chunked attention (config.attention_chunk_size={config.attention_chunk_size})")
-    if mask_function is None or q_length < 2:
+    if both_ways or mask_function is None or q_length < 2:
         return
     batch = torch.arange(batch_size, device=device).unsqueeze(1)
     tokens = torch.arange(q_length - 1, device=device).unsqueeze(0) + q_offset
@@ -327,10 +350,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, An
     if seqlen_q == 1:
         return _last_column(q, k, v, mask, options)
     if options["window"] != (-1, -1):
-        # The packed op counts a window in tokens, transformers in columns: the same where tokens lie together.
-        steps = mask.to(torch.int8).diff(dim=1)
-        if ((steps == 1).sum(1) + mask[:, 0] > 1).any():
-            _refuse("a sliding window over padding between tokens", "Pad on the left before adding tokens.")
+        _refuse_padding_between(mask)
     rows_q, rows_k = (m.flatten().nonzero().squeeze(1) for m in (mask_q, mask))
     out = _varlen(
         q.flatten(0, 1)[rows_q],
@@ -346,6 +366,40 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, An
         # A prompt padded on the right: generation reads the next token off its last column all the same.
         padded[:, -1:] = _last_column(q[:, -1:], k, v, mask, options)
     return padded
+
+
+def _both_ways(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
+    """Queries of all tokens on all keys, or those in a window, that are not padding: bool (batch, columns or 0)."""
+    windowed = options["window"] != (-1, -1)
+    (batch, seqlen_q), seqlen_k = q.shape[:2], k.shape[1]
+    if windowed and seqlen_q != seqlen_k:
+        _refuse("a sliding window in cross attention")
+    if mask.shape[1] == 0:
+        return softcap_attention(q, k, v, **options)
+    if mask.shape[1] != seqlen_k:
+        raise ValueError(f"attention_mask must have a column for each of the {seqlen_k} keys, got {mask.shape[1]}")
+    # What a query at padding sees nobody reads. With a window it is left out, so that tokens keep their distances.
+    pad_k = from_mask(mask)
+    pad_q = Packed(torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q, None)
+    if windowed:
+        _refuse_padding_between(mask)
+        pad_q = pad_k
+    out = softcap_attention_varlen(
+        pad_q.pack(q.flatten(0, 1)), pad_k.pack(k.flatten(0, 1)), pad_k.pack(v.flatten(0, 1)),
+        cu_seqlens_q=pad_q.cu_seqlens, cu_seqlens_k=pad_k.cu_seqlens, max_seqlen_q=seqlen_q, max_seqlen_k=seqlen_k,
+        **options,
+    )  # fmt: skip
+    return pad_q.unpack(out).unflatten(0, (batch, seqlen_q))
+
+
+def _refuse_padding_between(mask: Tensor) -> None:
+    """The packed op counts a window in tokens, transformers in columns: the same where tokens lie together."""
+    what = "a sliding window over padding between tokens"
+    runs = (mask.to(torch.int8).diff(dim=1) == 1).sum(1) + mask[:, 0]
+    if torch.compiler.is_compiling():
+        torch._assert_async((runs <= 1).all(), f"softcap_ops: {what}. " + _REMEDY)
+    elif (runs > 1).any():
+        _refuse(what, "Pad on the left before adding tokens.")
 
 
 def _last_column(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:

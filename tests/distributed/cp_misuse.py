@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from cp_cases import two_level
@@ -33,6 +34,12 @@ MISUSES: dict[str, tuple[dict[str, Any], str]] = {
     "window": ({"window": (-2, 0)}, "window[0] must be -1 (unlimited) or at least 0"),
     "window of three": ({"window": (1, 2, 3)}, "window must be a pair"),
     "softcap of a wrong type": ({"softcap": "50"}, "softcap must be a number or None"),
+    "causal of a wrong type": ({"causal": 1}, "causal must be a bool, got int"),
+    "deterministic of a wrong type": ({"deterministic": "yes"}, "deterministic must be a bool or None, got str"),
+    "backend of a wrong type": ({"backend": 3}, "backend must be a str or None, got int"),
+    "cu_seqlens of a wrong type": ({"cu_seqlens_q": [0, 16]}, "cu_seqlens_q must be a Tensor, got list"),
+    "a plain k beside DTensors": ({"dtensors": "qv"}, "k must be a DTensor where another of q, k and v is one"),
+    "sparse": ({"sparse": True}, "Could not run 'softcap_ops::cp_attention_fwd'"),
     "dtype": ({"dtype": torch.int64}, "q must be float32"),
     "backend": ({"backend": "none"}, "backend must be None or one of"),
     "padded without packing": ({"cu_seqlens_q_padded": _cu(0, 8)}, "cu_seqlens_q_padded is for packed sequences"),
@@ -43,6 +50,10 @@ MISUSES |= {
     "packed, not padded": ({**_PACKED, "cu_seqlens_q": _cu(0, 13, 32)}, "see softcap_ops.distributed.pad_sequences"),
     "packed, too long": ({**_PACKED, "cu_seqlens_k": _cu(0, 16, 64)}, "must end within the 16 x 2 rows"),
     "packed, decreasing": ({**_PACKED, "cu_seqlens_k": _cu(0, 16, 8)}, "must not decrease"),
+    "packed, of two dimensions": (
+        {**_PACKED, "cu_seqlens_q": _cu(0, 16, 32)[None], "cu_seqlens_k": _cu(0, 16, 32)[None]},
+        "cu_seqlens_q must have shape (batch + 1,), got (1, 3)",
+    ),
     "packed, int64": ({**_PACKED, "cu_seqlens_q": _cu(0, 16, 32).long()}, "cu_seqlens_q must be int32"),
     "packed, padding too small": ({**_PACKED, "cu_seqlens_q_padded": _cu(0, 8, 24)}, "room for its 16 tokens"),
     "packed, max_seqlen": ({**_PACKED, "max_seqlen_q": 15}, "max_seqlen_q must be at least the longest sequence, 16"),
@@ -72,6 +83,10 @@ def _call(wrong: dict[str, Any], compiled: bool) -> Any:
     options |= {"softcap": 50.0, "causal": True, "group": dist.group.WORLD, **wrong}
     shape_q, shape_k, dtype, grad = (options.pop(name) for name in ("q", "k", "dtype", "requires_grad"))
     q, k, v = (torch.ones(shape, dtype=dtype, requires_grad=grad) for shape in (shape_q, shape_k, shape_k))
+    if options.pop("sparse", False):
+        q, k, v = (t.to_sparse() for t in (q, k, v))
+    if names := options.pop("dtensors", ""):
+        q, k, v = (_sharded(t) if name in names else t for name, t in zip("qkv", (q, k, v), strict=True))
     torch._dynamo.reset()
     attention = softcap_ops.context_parallel_attention
     if compiled:
@@ -80,6 +95,14 @@ def _call(wrong: dict[str, Any], compiled: bool) -> Any:
         return attention(q, k, v, **options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def _sharded(t: torch.Tensor) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return DTensor.from_local(t, mesh, [Shard(1)], run_check=False)
 
 
 def everywhere(name: str) -> Any:
@@ -117,6 +140,50 @@ def outside_the_group() -> Any:
 
 def wrong_groups() -> list[Any]:
     return [_call({"group": group}, False) for group in (None, 5, "no such group", (dist.group.WORLD,) * 3)]
+
+
+def wrong_mesh_dimensions() -> list[Any]:
+    """Of a mesh without rank 0: dimensions that it does not have, then, on rank 0, one that it has."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cpu", [1], mesh_dim_names=("cp",))
+    return [_call({"group": (mesh, dim)}, False) for dim in ("dp", 1, "cp")]
+
+
+def another_mesh_dimension(compiled: bool) -> Any:
+    """q is sharded over the one, and the group is the other: as many ranks, but others."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    x = DTensor.from_local(torch.ones(_SHAPE), mesh, [Replicate(), Shard(1)], run_check=False)
+    attention = softcap_ops.context_parallel_attention
+    if compiled:
+        attention = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    same_ranks = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][dist.get_rank() // 2]
+    if not compiled:
+        attention(x, x, x, group=same_ranks, softcap=5.0)
+    for group in ((mesh, "cp"), None):
+        attention(x, x, x, group=group, softcap=5.0)
+    try:
+        return attention(x, x, x, group=(mesh, "dp"), softcap=5.0)
+    except Exception as error:
+        return str(error)
+
+
+def two_levels_after_other_groups() -> list[list[int]]:
+    """Ranks that have made different numbers of groups before, and groups of a part of the job."""
+    from softcap_ops.distributed import two_level_groups
+
+    part = dist.new_group([0, 1, 3])
+    results = []
+    for group, size in ((None, 2), (part, 3), (part, 1)):
+        for made in two_level_groups(group, a2a_size=size):
+            outside = made is dist.GroupMember.NON_GROUP_MEMBER
+            results.append([] if outside else dist.get_process_group_ranks(made))
+    with pytest.raises(ValueError, match="a2a_size must divide the 3 ranks of the group, got 2"):
+        two_level_groups(part, a2a_size=2)
+    return results
 
 
 def collectives_of_repeated_calls() -> tuple[int, int]:

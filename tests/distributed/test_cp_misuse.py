@@ -14,7 +14,8 @@ SECONDS = 60  # a hang is longer
 def test_a_mistake_of_all_ranks_raises_on_all(two: Ranks, name: str) -> None:
     for result in two.run(cp_misuse.everywhere, name, timeout=SECONDS):
         assert MISUSES[name][1] in result
-        assert result.startswith(("ValueError: ", "TypeError: ", "UnsupportedError: ")), result
+        errors = ("ValueError: ", "TypeError: ", "UnsupportedError: ", "NotImplementedError: ")
+        assert result.startswith(errors), result
 
 
 @pytest.mark.parametrize("name", MISUSES)
@@ -57,6 +58,28 @@ def test_a_rank_outside_the_group_is_refused(two: Ranks) -> None:
     inside, outside = two.run(cp_misuse.outside_the_group, timeout=SECONDS)
     assert not isinstance(inside, str)
     assert outside == "ValueError: group: this rank is not a member of the process group"
+
+
+def test_a_mesh_dimension_that_is_not_this_ranks_is_refused(two: Ranks) -> None:
+    outside, inside = two.run(cp_misuse.wrong_mesh_dimensions, timeout=SECONDS)
+    for results in (outside, inside):
+        assert results[0].startswith("ValueError: group: the DeviceMesh has no dimension 'dp'")
+        assert results[1].startswith("ValueError: group: the DeviceMesh has no dimension 1")
+    assert outside[2] == "ValueError: group: this rank is not a member of the DeviceMesh"
+    assert not isinstance(inside[2], str)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_group_that_dtensors_are_not_sharded_over_is_refused(four: Ranks, compiled: bool) -> None:
+    for result in four.run(cp_misuse.another_mesh_dimension, compiled, timeout=SECONDS):
+        assert "group must be the mesh dimension over which q is sharded" in result
+
+
+def test_two_levels_after_other_groups(four: Ranks) -> None:
+    results = four.run(cp_misuse.two_levels_after_other_groups, timeout=SECONDS)
+    assert results[0] == [[0, 1], [0, 2], [0, 1, 3], [0], [0], [0, 1, 3]]
+    assert results[2] == [[2, 3], [0, 2], [], [], [], []]
+    assert results[3] == [[2, 3], [1, 3], [0, 1, 3], [3], [3], [0, 1, 3]]
 
 
 def test_what_is_no_group_is_refused(two: Ranks) -> None:
