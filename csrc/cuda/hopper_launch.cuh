@@ -110,4 +110,14 @@ int launch(const Args& a, Problem problem, CapConstants cap) {
   return cudaGetLastError() == cudaSuccess ? kOk : kErrorLaunch;
 }
 
+// C<kBf16, kPacked> as the arguments have it.
+template <template <bool, bool> class C>
+int launch_typed(const Args& args, const Problem& problem, const CapConstants& cap) {
+  const bool packed = args.cu_seqlens_q != nullptr;
+  if (args.dtype == SOFTCAP_HOPPER_BF16) {
+    return packed ? launch<C<true, true>>(args, problem, cap) : launch<C<true, false>>(args, problem, cap);
+  }
+  return packed ? launch<C<false, true>>(args, problem, cap) : launch<C<false, false>>(args, problem, cap);
+}
+
 }  // namespace softcap_hopper
