@@ -20,7 +20,21 @@ import time
 from typing import Any, ClassVar
 
 import torch
-from hopper_check import CASES, INTEGERS, KINDS, SHAPES, SOFTCAPS, Library, draw, flops, guarded, measure, relative
+from hopper_check import (
+    CASES,
+    INTEGERS,
+    KINDS,
+    SHAPES,
+    SOFTCAPS,
+    Library,
+    describe,
+    draw,
+    flops,
+    guarded,
+    libraries,
+    measure,
+    relative,
+)
 
 from softcap_ops import reference
 
@@ -63,25 +77,9 @@ class BackwardLibrary(Library):
     ) -> Any:
         """`tensors` holds q, k, v, out, dout, lse and dlse or None."""
         a = BwdArgs(struct_size=ctypes.sizeof(BwdArgs))
-        for name, x in (*tensors.items(), *zip(NAMES, grads, strict=True)):
-            setattr(a, name, None if x is None else x.data_ptr())
-        packed = cu[0] is not None
-        for name in INPUTS:
-            s = (0, *tensors[name].stride())[-4:-1]
-            for d, stride in zip(("batch", "token", "head"), s, strict=True):
-                setattr(a, f"{name}_stride_{d}", stride)
-        q, k = tensors["q"], tensors["k"]
-        if packed:
-            a.cu_seqlens_q, a.cu_seqlens_k = (x.data_ptr() for x in cu)
-            a.total_q, a.total_k, a.batch = q.shape[0], k.shape[0], cu[0].numel() - 1
-            a.seqlen_q, a.seqlen_k = longest
-        else:
-            a.batch, a.seqlen_q, a.seqlen_k = q.shape[0], q.shape[1], k.shape[1]
-        a.heads_q, a.heads_k, a.head_dim = q.shape[-2], k.shape[-2], q.shape[-1]
-        a.dtype = {torch.bfloat16: 0, torch.float16: 1}[q.dtype]
-        a.causal, (a.window_left, a.window_right) = int(causal), window
-        a.deterministic, a.softcap, a.scale = int(deterministic), softcap, scale
-        a.stream = torch.cuda.current_stream().cuda_stream
+        everything = tensors | dict(zip(NAMES, grads, strict=True))
+        describe(a, everything, INPUTS, softcap, scale, causal, window, cu, longest)
+        a.deterministic = int(deterministic)
         size = self.c.softcap_hopper_bwd_workspace(ctypes.byref(a))
         workspace = torch.full((size // 4 + 64,), math.nan, device="cuda")
         a.workspace = workspace.data_ptr()
@@ -338,11 +336,7 @@ def main() -> None:
     parser.add_argument("--out", default="")
     args = parser.parse_args()
     print(torch.__version__, torch.cuda.get_device_name(), "seed", args.seed)
-    libs = {}
-    for text in args.lib:
-        name, path = text.split("=")
-        path, _, dims = path.partition(":")
-        libs[name] = (BackwardLibrary(path), [int(x) for x in (dims or "64,128,256").split(",")])
+    libs = libraries(args.lib, BackwardLibrary)
     failures: list[Any] = []
     cases = tuple(filter(None, args.cases.split(",")))
     for name, (lib, dims) in libs.items():

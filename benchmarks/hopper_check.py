@@ -47,6 +47,31 @@ class FwdArgs(ctypes.Structure):
     )
 
 
+def describe(
+    a: Any, tensors: dict[str, Any], strided: Any, softcap: Any, scale: Any, causal: Any, window: Any, cu: Any,
+    longest: Any,
+) -> None:  # fmt: skip
+    """Fill in the fields that both directions' arguments have; `strided` names the tensors whose strides they take."""
+    for name, x in tensors.items():
+        setattr(a, name, None if x is None else x.data_ptr())
+    for name in strided:
+        s = (0, *tensors[name].stride())[-4:-1]
+        for d, stride in zip(("batch", "token", "head"), s, strict=True):
+            setattr(a, f"{name}_stride_{d}", stride)
+    q, k = tensors["q"], tensors["k"]
+    if cu[0] is not None:
+        a.cu_seqlens_q, a.cu_seqlens_k = (x.data_ptr() for x in cu)
+        a.total_q, a.total_k, a.batch = q.shape[0], k.shape[0], cu[0].numel() - 1
+        a.seqlen_q, a.seqlen_k = longest
+    else:
+        a.batch, a.seqlen_q, a.seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    a.heads_q, a.heads_k, a.head_dim = q.shape[-2], k.shape[-2], q.shape[-1]
+    a.dtype = {torch.bfloat16: 0, torch.float16: 1}[q.dtype]
+    a.causal, (a.window_left, a.window_right) = int(causal), window
+    a.softcap, a.scale = softcap, scale
+    a.stream = torch.cuda.current_stream().cuda_stream
+
+
 class Library:
     """One build: fill(), then run() as often as wanted."""
 
@@ -71,24 +96,9 @@ class Library:
         max_k: Any = 0,
     ) -> Any:
         a = FwdArgs(struct_size=ctypes.sizeof(FwdArgs))
-        a.q, a.k, a.v, a.out, a.lse = (x.data_ptr() for x in (q, k, v, out, lse))
-        packed = cu_q is not None
-        for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
-            s = (0, *x.stride()) if packed else x.stride()
-            for d, stride in zip(("batch", "token", "head"), s[:3], strict=True):
-                setattr(a, f"{name}_stride_{d}", stride)
-        if packed:
-            a.cu_seqlens_q, a.cu_seqlens_k = cu_q.data_ptr(), cu_k.data_ptr()
-            a.total_q, a.total_k, a.batch = q.shape[0], k.shape[0], cu_q.numel() - 1
-            a.seqlen_q, a.seqlen_k = max_q, max_k
-        else:
-            a.batch, a.seqlen_q, a.seqlen_k = q.shape[0], q.shape[1], k.shape[1]
-        a.heads_q, a.heads_k, a.head_dim = q.shape[-2], k.shape[-2], q.shape[-1]
-        a.dtype = {torch.bfloat16: 0, torch.float16: 1}[q.dtype]
-        a.causal, (a.window_left, a.window_right) = int(causal), window
-        a.softcap = softcap
-        a.scale = q.shape[-1] ** -0.5 if scale is None else scale
-        a.stream = torch.cuda.current_stream().cuda_stream
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
+        describe(a, tensors, ("q", "k", "v", "out"), softcap, scale, causal, window, (cu_q, cu_k), (max_q, max_k))
         a.keep = (q, k, v, out, lse, cu_q, cu_k)
         return a
 
@@ -99,6 +109,16 @@ class Library:
         code = function(ctypes.byref(a))
         if code:
             raise RuntimeError(f"{code}: {self.c.softcap_hopper_error_string(code).decode()}")
+
+
+def libraries(texts: list[str], kind: type[Library]) -> dict[str, tuple[Any, list[int]]]:
+    """NAME=PATH[:head_dim,...] each: by name, the build and the head_dims to run it at."""
+    libs = {}
+    for text in texts:
+        name, path = text.split("=")
+        path, _, dims = path.partition(":")
+        libs[name] = (kind(path), [int(x) for x in (dims or "64,128,256").split(",")])
+    return libs
 
 
 def visible(sq: Any, sk: Any, causal: Any, window: Any, device: Any) -> Any:
@@ -518,11 +538,7 @@ def main() -> None:
     parser.add_argument("--out", default="")
     args = parser.parse_args()
     print(torch.__version__, torch.cuda.get_device_name(), "seed", args.seed)
-    libs = {}
-    for text in args.lib:
-        name, path = text.split("=")
-        path, _, dims = path.partition(":")
-        libs[name] = (Library(path), [int(x) for x in (dims or "64,128,256").split(",")])
+    libs = libraries(args.lib, Library)
     failures: list[Any] = []
     cases = tuple(filter(None, args.cases.split(",")))
     for name, (lib, dims) in libs.items():

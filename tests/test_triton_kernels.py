@@ -12,10 +12,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import check_parity, evaluate
-from samples import Sample, each_sample, each_sample_and_heat, named
+from samples import Sample, each_dtype, each_sample, each_sample_and_heat, named
 from torch import Tensor
 
 from softcap_ops.backends import triton
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.skipif(triton.install_error() is not None, reason=str(t
 def _serve_the_cpu() -> None:
     from triton.runtime import interpreter
 
+    _mend_bfloat16(interpreter)
     patch = interpreter._patch_lang_tensor
 
     def patch_index(tensor: Any, scope: Any) -> None:
@@ -39,6 +41,30 @@ def _serve_the_cpu() -> None:
     interpreter._patch_lang_tensor = patch_index
     triton.support_error = lambda problem: None
     triton.probe_error = lambda problem: None
+
+
+def _mend_bfloat16(interpreter: Any) -> None:
+    """Triton multiplies the bits of bfloat16 numbers as integers, and cuts off where a GPU rounds."""
+    import triton.language as tl
+
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    dot, cast = builder.create_dot, builder.cast_impl
+
+    def widen(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return handle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, widen(a), widen(b), *rest)
+
+    def cast_impl(self: Any, x: Any, to: Any) -> Any:
+        if (x.dtype.scalar, to.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, x, to)
+        rounded = torch.from_numpy(x.data.copy()).bfloat16().view(torch.int16)
+        return handle(rounded.numpy().view(np.uint16), tl.bfloat16)
+
+    builder.create_dot, builder.cast_impl = create_dot, cast_impl
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +111,11 @@ def test_float32_layouts(interpreter: Any, sample: Sample) -> None:
     interpreter(_parity, sample, torch.float32, False)
 
 
-@each_sample_and_heat(_small("causal_more_queries", "window_self", "packed_cross_causal", "off"))
-def test_float16(interpreter: Any, sample: Sample, hot: bool) -> None:
-    """(bfloat16 has no test here: Triton 3.6 interprets its products wrongly. tests/gpu/ has them.)"""
-    interpreter(_parity, sample, torch.float16, hot)
+@each_dtype((torch.bfloat16, torch.float16))
+@each_sample_and_heat(_small("causal_more_queries", "seqlen_1", "window_self", "packed_cross_causal", "off"))
+def test_half_precision(interpreter: Any, sample: Sample, hot: bool, dtype: torch.dtype) -> None:
+    """Rows that see one key, too: their out is that key's value, to the bit."""
+    interpreter(_parity, sample, dtype, hot)
 
 
 @pytest.mark.parametrize(

@@ -27,26 +27,11 @@ int launch_backward(const BackwardArgs& a, BackwardProblem p) {
   if (rounds > (int64_t{1} << 30) || finished > (int64_t{1} << 30)) return kErrorShape;
 
   CUtensorMap q_map, k_map, v_map, dout_map;
-  const int batch = packed ? 1 : a.batch;
-  const int64_t tokens_q = packed ? a.total_q : a.seqlen_q;
-  const int64_t tokens_k = packed ? a.total_k : a.seqlen_k;
-  const auto encode = [&](CUtensorMap* map, const void* data, int64_t tokens, int heads, int64_t token,
-                          int64_t head, int64_t sequence, int rows) {
-    return encode_map(map, data, C::kHeadDim, a.dtype, tokens, heads, batch, token, head, sequence, rows);
-  };
-  int error = encode(&q_map, a.q, tokens_q, a.heads_q, a.q_stride_token, a.q_stride_head, a.q_stride_batch,
-                     C::kQueries);
+  int error = encode_maps<C>(a, C::kQueries, &q_map, &k_map, &v_map);
   if (error == kOk) {
-    error = encode(&dout_map, a.dout, tokens_q, a.heads_q, a.dout_stride_token, a.dout_stride_head,
-                   a.dout_stride_batch, C::kQueries);
-  }
-  if (error == kOk) {
-    error = encode(&k_map, a.k, tokens_k, a.heads_k, a.k_stride_token, a.k_stride_head, a.k_stride_batch,
-                   C::kKeys);
-  }
-  if (error == kOk) {
-    error = encode(&v_map, a.v, tokens_k, a.heads_k, a.v_stride_token, a.v_stride_head, a.v_stride_batch,
-                   C::kKeys);
+    error = encode_map(&dout_map, a.dout, C::kHeadDim, a.dtype, packed ? a.total_q : a.seqlen_q, a.heads_q,
+                       packed ? 1 : a.batch, a.dout_stride_token, a.dout_stride_head, a.dout_stride_batch,
+                       C::kQueries);
   }
   if (error != kOk) return error;
 

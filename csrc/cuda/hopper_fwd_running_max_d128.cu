@@ -10,13 +10,7 @@ using Running = Config<128, 2, 128, 2, kBf16, kPacked, true, true, true, Tanh::k
 }  // namespace
 
 int launch_running_max_d128(const Args& args, const Problem& problem, const CapConstants& cap) {
-  const bool packed = args.cu_seqlens_q != nullptr;
-  if (args.dtype == SOFTCAP_HOPPER_BF16) {
-    return packed ? launch<Running<true, true>>(args, problem, cap)
-                  : launch<Running<true, false>>(args, problem, cap);
-  }
-  return packed ? launch<Running<false, true>>(args, problem, cap)
-                : launch<Running<false, false>>(args, problem, cap);
+  return launch_typed<Running>(args, problem, cap);
 }
 
 }  // namespace softcap_hopper

@@ -166,25 +166,7 @@ int forward(const Args& args) {
   // No keys at all: any valid address serves, nothing is read through it.
   if ((packed ? a.total_k : int64_t{a.seqlen_k}) == 0) a.k = a.v = a.q;
 
-  Problem p = {};
-  p.cu_seqlens_q = a.cu_seqlens_q;
-  p.cu_seqlens_k = a.cu_seqlens_k;
-  p.out = a.out;
-  p.lse = a.lse;
-  p.out_stride_batch = a.out_stride_batch;
-  p.out_stride_token = a.out_stride_token;
-  p.out_stride_head = a.out_stride_head;
-  p.total_q = a.total_q;
-  p.batch = a.batch;
-  p.heads_q = a.heads_q;
-  p.heads_per_key = a.heads_q / a.heads_k;
-  p.seqlen_q = a.seqlen_q;
-  p.seqlen_k = a.seqlen_k;
-  p.left = a.window_left < 0 || a.window_left > kUnlimited ? kUnlimited : a.window_left;
-  p.right = a.window_right < 0 || a.window_right > kUnlimited ? kUnlimited : a.window_right;
-  if (a.causal) p.right = 0;
-  p.sequences = a.batch + (packed ? 1 : 0);
-
+  const Problem p = problem_of<Problem>(a);
   CapConstants cap = {};
   const double exponent = a.softcap * kLog2E;
   cap.inner = a.scale / a.softcap;

@@ -59,28 +59,60 @@ int multiprocessors();
 // Lets a kernel have this much shared memory on the current device; `allowed` remembers on which ones it may.
 int allow_shared(const void* kernel, int bytes, std::atomic<uint64_t>* allowed);
 
-template <class C>
-int launch(const Args& a, Problem problem, CapConstants cap) {
-  fill_polynomial(&cap, C::kTanh == Tanh::kPolynomial5 ? 5 : 3, a.seqlen_k);
+// The fields that the problems of both directions share, from the arguments of either; the rest is 0.
+template <class P, class A>
+P problem_of(const A& a) {
+  P p = {};
+  p.cu_seqlens_q = a.cu_seqlens_q;
+  p.cu_seqlens_k = a.cu_seqlens_k;
+  p.out = a.out;
+  p.lse = a.lse;
+  p.out_stride_batch = a.out_stride_batch;
+  p.out_stride_token = a.out_stride_token;
+  p.out_stride_head = a.out_stride_head;
+  p.total_q = a.total_q;
+  p.batch = a.batch;
+  p.heads_q = a.heads_q;
+  p.heads_per_key = a.heads_q / a.heads_k;
+  p.seqlen_q = a.seqlen_q;
+  p.seqlen_k = a.seqlen_k;
+  p.left = a.window_left < 0 || a.window_left > kUnlimited ? kUnlimited : a.window_left;
+  p.right = a.window_right < 0 || a.window_right > kUnlimited ? kUnlimited : a.window_right;
+  if (a.causal) p.right = 0;
+  p.sequences = a.batch + (a.cu_seqlens_q != nullptr ? 1 : 0);
+  return p;
+}
+
+// The tensor maps of q, whose box is `rows` tokens, and of k and v.
+template <class C, class A>
+int encode_maps(const A& a, int rows, CUtensorMap* q_map, CUtensorMap* k_map, CUtensorMap* v_map) {
   const bool packed = a.cu_seqlens_q != nullptr;
-  CUtensorMap q_map, k_map, v_map;
   const int batch = packed ? 1 : a.batch;
   const int64_t tokens_q = packed ? a.total_q : a.seqlen_q;
   const int64_t tokens_k = packed ? a.total_k : a.seqlen_k;
-  int error = encode_map(&q_map, a.q, C::kHeadDim, a.dtype, tokens_q, a.heads_q, batch, a.q_stride_token,
-                         a.q_stride_head, a.q_stride_batch, 64);
+  int error = encode_map(q_map, a.q, C::kHeadDim, a.dtype, tokens_q, a.heads_q, batch, a.q_stride_token,
+                         a.q_stride_head, a.q_stride_batch, rows);
   if (error == kOk) {
-    error = encode_map(&k_map, a.k, C::kHeadDim, a.dtype, tokens_k, a.heads_k, batch, a.k_stride_token,
+    error = encode_map(k_map, a.k, C::kHeadDim, a.dtype, tokens_k, a.heads_k, batch, a.k_stride_token,
                        a.k_stride_head, a.k_stride_batch, C::kKeys);
   }
   if (error == kOk) {
-    error = encode_map(&v_map, a.v, C::kHeadDim, a.dtype, tokens_k, a.heads_k, batch, a.v_stride_token,
+    error = encode_map(v_map, a.v, C::kHeadDim, a.dtype, tokens_k, a.heads_k, batch, a.v_stride_token,
                        a.v_stride_head, a.v_stride_batch, C::kKeys);
   }
+  return error;
+}
+
+template <class C>
+int launch(const Args& a, Problem problem, CapConstants cap) {
+  fill_polynomial(&cap, C::kTanh == Tanh::kPolynomial5 ? 5 : 3, a.seqlen_k);
+  CUtensorMap q_map, k_map, v_map;
+  int error = encode_maps<C>(a, 64, &q_map, &k_map, &v_map);
   if (error != kOk) return error;
 
   problem.row_tiles = (a.seqlen_q + C::kRows - 1) / C::kRows;
-  if (packed && problem.row_tiles == 0) problem.row_tiles = 1;  // the rows past the last sequence
+  if (a.cu_seqlens_q != nullptr && problem.row_tiles == 0)
+    problem.row_tiles = 1;  // the rows past the last sequence
   const int processors = multiprocessors();
   if (processors == 0) return kErrorDevice;
   // Query heads whose keys and values fill about half of the L2 cache; all heads of one key head together.
@@ -108,6 +140,16 @@ int launch(const Args& a, Problem problem, CapConstants cap) {
   kernel<<<blocks, C::kThreads, C::kSharedBytes, static_cast<cudaStream_t>(a.stream)>>>(
       q_map, k_map, v_map, problem, cap, static_cast<int>(tiles));
   return cudaGetLastError() == cudaSuccess ? kOk : kErrorLaunch;
+}
+
+// C<kBf16, kPacked> as the arguments have it.
+template <template <bool, bool> class C>
+int launch_typed(const Args& args, const Problem& problem, const CapConstants& cap) {
+  const bool packed = args.cu_seqlens_q != nullptr;
+  if (args.dtype == SOFTCAP_HOPPER_BF16) {
+    return packed ? launch<C<true, true>>(args, problem, cap) : launch<C<true, false>>(args, problem, cap);
+  }
+  return packed ? launch<C<false, true>>(args, problem, cap) : launch<C<false, false>>(args, problem, cap);
 }
 
 }  // namespace softcap_hopper

@@ -98,49 +98,33 @@ struct Wgmma;
 // ss_mixed: both in shared memory, A k-contiguous, B n-contiguous, d (+)= a b.
 // ss_columns: both in shared memory, A m-contiguous, B n-contiguous, d (+)= a^T b.
 // rs: A in registers, B in shared memory and n-contiguous, d += a b.
-// The operands that follow the accumulators are numbered I0 = N / 2 and on.
-#define SOFTCAP_WGMMA_TYPE(N, BF16, TYPE, I0, I1, I2, I3, I4)                                              \
-  template <>                                                                                              \
-  struct Wgmma<N, BF16> {                                                                                  \
-    static __device__ __forceinline__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) { \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                                                \
-                   ", 0;\n"                                                                                \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" SOFTCAP_NAME_##N   \
-                   "}, %" #I0 ", %" #I1 ", p, 1, 1, 0, 0;\n}"                                              \
-                   : SOFTCAP_BIND_##N                                                                      \
-                   : "l"(a), "l"(b), "r"(accumulate)                                                       \
-                   : "memory");                                                                            \
-    }                                                                                                      \
-    static __device__ __forceinline__ void ss_mixed(float (&d)[N / 2], uint64_t a, uint64_t b,             \
-                                                    int accumulate) {                                      \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                                                \
-                   ", 0;\n"                                                                                \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" SOFTCAP_NAME_##N   \
-                   "}, %" #I0 ", %" #I1 ", p, 1, 1, 0, 1;\n}"                                              \
-                   : SOFTCAP_BIND_##N                                                                      \
-                   : "l"(a), "l"(b), "r"(accumulate)                                                       \
-                   : "memory");                                                                            \
-    }                                                                                                      \
-    static __device__ __forceinline__ void ss_columns(float (&d)[N / 2], uint64_t a, uint64_t b,           \
-                                                      int accumulate) {                                    \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                                                \
-                   ", 0;\n"                                                                                \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" SOFTCAP_NAME_##N   \
-                   "}, %" #I0 ", %" #I1 ", p, 1, 1, 1, 1;\n}"                                              \
-                   : SOFTCAP_BIND_##N                                                                      \
-                   : "l"(a), "l"(b), "r"(accumulate)                                                       \
-                   : "memory");                                                                            \
-    }                                                                                                      \
-    static __device__ __forceinline__ void rs(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2,    \
-                                              uint32_t a3, uint64_t b) {                                   \
-      asm volatile(                                                                                        \
-          "{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\n"                                                       \
-          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" SOFTCAP_NAME_##N            \
-          "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4 ", p, 1, 1, 1;\n}"                          \
-          : SOFTCAP_BIND_##N                                                                               \
-          : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b)                                                     \
-          : "memory");                                                                                     \
-    }                                                                                                      \
+// The operands that follow the accumulators are numbered I0 = N / 2 and on. TRANSPOSED: whether A and B are.
+#define SOFTCAP_WGMMA_SS(NAME, TRANSPOSED, N, TYPE, I0, I1, I2)                                           \
+  static __device__ __forceinline__ void NAME(float(&d)[N / 2], uint64_t a, uint64_t b, int accumulate) { \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I2                                                 \
+                 ", 0;\n"                                                                                 \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" SOFTCAP_NAME_##N    \
+                 "}, %" #I0 ", %" #I1 ", p, 1, 1, " TRANSPOSED ";\n}"                                     \
+                 : SOFTCAP_BIND_##N                                                                       \
+                 : "l"(a), "l"(b), "r"(accumulate)                                                        \
+                 : "memory");                                                                             \
+  }
+#define SOFTCAP_WGMMA_TYPE(N, BF16, TYPE, I0, I1, I2, I3, I4)                                           \
+  template <>                                                                                           \
+  struct Wgmma<N, BF16> {                                                                               \
+    SOFTCAP_WGMMA_SS(ss, "0, 0", N, TYPE, I0, I1, I2)                                                   \
+    SOFTCAP_WGMMA_SS(ss_mixed, "0, 1", N, TYPE, I0, I1, I2)                                             \
+    SOFTCAP_WGMMA_SS(ss_columns, "1, 1", N, TYPE, I0, I1, I2)                                           \
+    static __device__ __forceinline__ void rs(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2, \
+                                              uint32_t a3, uint64_t b) {                                \
+      asm volatile(                                                                                     \
+          "{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\n"                                                    \
+          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" SOFTCAP_NAME_##N         \
+          "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4 ", p, 1, 1, 1;\n}"                       \
+          : SOFTCAP_BIND_##N                                                                            \
+          : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b)                                                  \
+          : "memory");                                                                                  \
+    }                                                                                                   \
   }
 #define SOFTCAP_WGMMA(N, I0, I1, I2, I3, I4)               \
   SOFTCAP_WGMMA_TYPE(N, true, "bf16", I0, I1, I2, I3, I4); \

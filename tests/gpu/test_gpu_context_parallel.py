@@ -29,6 +29,8 @@ from cp_cases import (
 )
 from cp_ranks import Ranks
 
+pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes at a time
+
 NAMES = (
     "full", "causal", "causal_gqa", "sliding", "sliding_gqa", "window_both", "cross_causal", "cross_more_queries",
     "packed_causal_gqa", "packed_sliding", "padded_causal", "padded_cross_causal",

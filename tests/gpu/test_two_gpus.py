@@ -22,6 +22,8 @@ sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 from cp_ranks import Ranks
 from test_checkpoint_fsdp import fsdp, plain, tensor_parallel
 
+pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes at a time
+
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
