@@ -71,6 +71,8 @@ def scalars(softcap: Any, scale: Any, window: Any) -> tuple[Any, Any]:
 
 def number(name: str, value: Any, note: str) -> None:
     if value is None or (isinstance(value, (float, int)) and not isinstance(value, bool)):
+        if isinstance(value, int):
+            _fits(name, value)
         return
     if isinstance(value, Tensor):
         raise TypeError(f"{name} must be a Python number or None, got a Tensor: pass {name}.item()")
@@ -84,6 +86,14 @@ def integer(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be an int, got a Tensor: pass {name}.item()")
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if isinstance(value, int):
+        _fits(name, value)
+
+
+def _fits(name: str, value: int) -> None:
+    """The dispatcher takes no larger ints, and says so without the argument's name."""
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} must fit into 64 bits, got an int of {value.bit_length()} bits")
 
 
 def lengths(cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any) -> Packing:

@@ -216,6 +216,11 @@ def mistakes() -> list[Mistake]:
             expected + "shape (), torch.float64 on meta", OP)
     row("softcap_tensor NaN", DENSE, {"softcap_tensor": torch.tensor(NAN, dtype=torch.float64)}, ValueError,
         "softcap must be finite and positive, or 0.0 or None for off, got nan", OP, True)
+    for name in ("softcap", "scale"):
+        row(f"{name} of an endless int", DENSE, {name: 10**400}, ValueError,
+            f"{name} must fit into 64 bits, got an int of 1329 bits", PUBLIC)
+    row("an endless window", DENSE, {"window": (2**63, -1)}, ValueError,
+        "window[0] must fit into 64 bits, got an int of 64 bits", PUBLIC)
     row("scale_tensor inf", DENSE, {"scale_tensor": torch.tensor(INF, dtype=torch.float64)}, ValueError,
         "scale must be finite, or None for head_dim ** -0.5, got inf", OP, True)
 
