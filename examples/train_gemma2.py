@@ -183,7 +183,7 @@ def main() -> None:
     implementation = integration.register()
     parameters = sum(p.numel() for p in new_model(args.seqlen, device).parameters())
     print(f"Gemma-2, {parameters / 1e6:.1f}M parameters, {args.batch} x {args.seqlen} bytes a step, on {where}")
-    print(f"softcap_ops backends here: {', '.join(usable)}")
+    print(f"softcap_ops backends installed: {', '.join(usable)}")
 
     capped, uncapped = (first_loss(c, implementation, args, device) for c in (True, False))
     assert abs(capped - uncapped) > 1e-3, f"the cap does not bite: loss {capped} with it, {uncapped} without"

@@ -93,7 +93,10 @@ def _cause(reason: str) -> BaseException | None:
 
 
 def available_backends() -> dict[str, str | None]:
-    """Each backend's name, in order of preference, with the reason why it cannot run here; None = it can."""
+    """Each backend's name, in order of preference, with the reason why it is not installed; None = it is.
+
+    An installed backend may still need another device than the machine has: `explain` says what serves a call.
+    """
     return {b.NAME: b.install_error() for b in _TABLE}
 
 
