@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from hopper_backward_check import BackwardLibrary, peers
-from hopper_check import SHAPES, flops, measure
+from hopper_check import SHAPES, flops, libraries, measure
 
 FOLDER = Path(__file__).parent
 SCRIPTS = ("hopper_check.py", "hopper_backward_check.py")
@@ -182,11 +182,7 @@ def main() -> None:
         print(table(json.loads(args.table.read_text())))
         return
     begin = time.monotonic()
-    builds = {}
-    for text in args.lib:
-        name, _, rest = text.partition("=")
-        path, _, head_dims = rest.partition(":")
-        builds[name] = (path, [int(x) for x in (head_dims or "64,128,256").split(",")])
+    builds = libraries(args.lib, str)  # opened once they are found right
     names = args.peers.split(",")
     report: dict[str, Any] = {"versions": versions(names), "builds": check(builds, args.cases, args.check_seconds)}
     report["rows"] = rows = []

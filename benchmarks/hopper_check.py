@@ -111,11 +111,11 @@ class Library:
             raise RuntimeError(f"{code}: {self.c.softcap_hopper_error_string(code).decode()}")
 
 
-def libraries(texts: list[str], kind: type[Library]) -> dict[str, tuple[Any, list[int]]]:
-    """NAME=PATH[:head_dim,...] each: by name, the build and the head_dims to run it at."""
+def libraries(texts: list[str], kind: Any) -> dict[str, tuple[Any, list[int]]]:
+    """NAME=PATH[:head_dim,...] each: by name, kind(path) and the head_dims to run it at."""
     libs = {}
     for text in texts:
-        name, path = text.split("=")
+        name, path = text.split("=", 1)
         path, _, dims = path.partition(":")
         libs[name] = (kind(path), [int(x) for x in (dims or "64,128,256").split(",")])
     return libs

@@ -103,7 +103,7 @@ def join_decode(cache: Cache, o: Options, return_lse: bool) -> tuple[Any, ...]:
 # float32 kernels would read a larger cap as infinite, and inf * tanh(0) is NaN. No score comes near it.
 _LARGEST_SOFTCAP = 1e38
 # The GPU kernels count tokens in 32 bits. A window side as large as this hides nothing.
-_LARGEST_WINDOW = 2**30
+LARGEST_WINDOW = 2**30
 
 
 def resolve(options: Options, head_dim: int) -> Parameters:
@@ -115,6 +115,6 @@ def resolve(options: Options, head_dim: int) -> Parameters:
         0.0 if softcap is None else min(float(softcap), _LARGEST_SOFTCAP),
         1.0 / math.sqrt(head_dim) if scale is None else float(scale),
         options.causal,
-        (min(options.window_left, _LARGEST_WINDOW), min(options.window_right, _LARGEST_WINDOW)),
+        (min(options.window_left, LARGEST_WINDOW), min(options.window_right, LARGEST_WINDOW)),
         torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
     )

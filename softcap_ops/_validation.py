@@ -40,7 +40,7 @@ def types(
     """Check the Python types of the public functions' tensors and switches."""
     for name, value in zip(("q", *names), (q, k, v), strict=True):
         tensor(name, value)
-        if value.is_nested and not may_be_nested:
+        if not may_be_nested and value.is_nested:
             raise TypeError(
                 f"{name} must be a plain tensor, got a nested one: softcap_attention takes jagged tensors as they are"
             )

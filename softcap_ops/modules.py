@@ -593,11 +593,21 @@ def _readable(t: Tensor) -> bool:
     return t.device.type == "cpu" and not torch.compiler.is_compiling() and not _validation.is_fake(t)
 
 
+def _refuse_unless_true(condition: Tensor, message: str) -> None:
+    """Refuse by what the data say: at once, or by an assert on the device where reading it would stop that.
+
+    No double quotes in the message: Inductor puts an assertion's message into C++ as it is.
+    """
+    if not _readable(condition):
+        torch._assert_async(condition, message)
+    elif not condition:
+        raise UnsupportedError(message)
+
+
 def _check_equal_lengths(cu_q: Tensor, cu_k: Tensor, name: str) -> None:
     """Refuse a diagonal at the top left of sequences with more queries than keys, or fewer."""
     if cu_q is cu_k:
         return
-    # No double quotes: Inductor puts an assertion's message into C++ as it is.
     message = (
         f"softcap_ops: attn_mask_type='{name}' (its diagonal at the top left) with sequences of different lengths of q "
         f"and k is not offered. Use 'padding_causal_bottom_right', or pass the sequences densely."
@@ -605,11 +615,7 @@ def _check_equal_lengths(cu_q: Tensor, cu_k: Tensor, name: str) -> None:
     if cu_q.shape != cu_k.shape:
         raise ValueError(f"cu_seqlens_kv must have the shape of cu_seqlens_q, {tuple(cu_q.shape)}, got "
                          f"{tuple(cu_k.shape)}")  # fmt: skip
-    same = (cu_q == cu_k).all()
-    if not _readable(cu_q):
-        torch._assert_async(same, message)
-    elif not same:
-        raise UnsupportedError(message)
+    _refuse_unless_true((cu_q == cu_k).all(), message)
 
 
 def _longest(name: str, cu_seqlens: Tensor) -> int:

@@ -46,10 +46,14 @@ def _named(name: str) -> ModuleType:
 
 
 def _refusal(backend: ModuleType, problem: Problem, *, forced: bool) -> str | None:
+    reason = None if forced else backend.opt_in_error()
+    return reason or _support_error(backend, problem) or backend.install_error() or backend.probe_error(problem)
+
+
+def _support_error(backend: ModuleType, problem: Problem) -> str | None:
     if problem.cached and not hasattr(backend, "decode"):
         return "has no kernel that reads a KV cache"
-    reason = None if forced else backend.opt_in_error()
-    return reason or backend.support_error(problem) or backend.install_error() or backend.probe_error(problem)
+    return backend.support_error(problem)
 
 
 def refusals(problem: Problem) -> dict[str, str | None]:
@@ -113,8 +117,6 @@ def explain(problem: Problem, name: str | None = None) -> str:
     hints = []
     for backend in itertools.takewhile(lambda b: b is not chosen, _ordered(problem)):
         how = getattr(backend, "INSTALL", None)
-        if problem.cached and not hasattr(backend, "decode"):
-            continue
-        if how and backend.support_error(problem) is None and backend.install_error() is not None:
+        if how and _support_error(backend, problem) is None and backend.install_error() is not None:
             hints.append(f"preferred where installed: {backend.NAME} ({how})")
     return "\n".join([decision, *(f"  {b:<{width}}  {verdict}" for b, verdict in rows), *hints])

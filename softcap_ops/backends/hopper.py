@@ -78,7 +78,7 @@ def support_error(problem: Problem) -> str | None:
     if problem.capability != (9, 0):
         return "needs compute capability 9.0 (Hopper), this GPU has {}.{}".format(*problem.capability or (0, 0))
     if problem.dtype not in _DTYPES:
-        return f"computes in bfloat16 and float16 only, got {str(problem.dtype).removeprefix('torch.')}"
+        return f"computes in bfloat16 and float16 only, got {_flash._name(problem.dtype)}"
     if problem.head_dim not in HEAD_DIMS:
         return f"head_dim 64, 128 and 256, got {problem.head_dim}"
     if not problem.softcap:

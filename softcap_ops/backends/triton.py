@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _fake
-from .._arguments import Packing, Parameters
+from .._arguments import LARGEST_WINDOW, Packing, Parameters
 from ..kernels.configs import Config, Configs, configs_of
 from . import _flash
 from .problem import Problem, Refusal
@@ -20,7 +20,6 @@ NAME = "triton"
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
-_UNLIMITED = 1 << 30
 _LOG2E = math.log2(math.e)
 
 
@@ -35,7 +34,7 @@ def support_error(problem: Problem) -> str | None:
     if problem.device_type != "cuda":
         return f"CUDA tensors only, got {problem.device_type}"
     if problem.dtype not in DTYPES:
-        return f"computes in bfloat16, float16 and float32 only, got {str(problem.dtype).removeprefix('torch.')}"
+        return f"computes in bfloat16, float16 and float32 only, got {_flash._name(problem.dtype)}"
     if problem.head_dim > MAX_HEAD_DIM:
         return f"head_dim up to {MAX_HEAD_DIM}, got {problem.head_dim}"
     if problem.capability is not None and problem.capability < (8, 0) and torch.version.hip is None:
@@ -109,7 +108,7 @@ def _plan_and_numbers(
     device: torch.device, dtype: torch.dtype, head_dim: int, packed: bool, p: Parameters
 ) -> tuple[_Plan, int, int, float, float, float]:
     """The plan, and left, right, tanh_scale, score_scale and shift as the kernels take them."""
-    left, right = (_UNLIMITED if side < 0 else side for side in p.window)
+    left, right = (LARGEST_WINDOW if side < 0 else side for side in p.window)
     if p.causal:
         right = 0
     running_max, shift = _running_max_and_shift(p.softcap, dtype)

@@ -33,7 +33,7 @@ from torch import Tensor
 from .. import _validation
 from ..distributed import shard_positions
 from ..errors import UnsupportedError
-from ..modules import DotProductAttention, _attend, _Call, _readable
+from ..modules import DotProductAttention, _attend, _Call, _refuse_unless_true
 
 # Fields of a config that change attention in a way that is not offered here, and what to do.
 _NOT_OFFERED = {
@@ -265,11 +265,7 @@ def _check_mask(mask: Any, kind: str, seqlen_q: int, seqlen_k: int, call: _Call)
     if cached and _found_right is not None and _found_right[0]() is mask and _found_right[1] == found:
         return
     right = ~mask.bool().any() if kind == "no_mask" else _is_causal(mask, seqlen_q, seqlen_k, call)
-    if _readable(right):
-        if not right:
-            raise UnsupportedError(_MORE_THAN[kind])
-    else:
-        torch._assert_async(right, _MORE_THAN[kind])
+    _refuse_unless_true(right, _MORE_THAN[kind])
     if cached:
         _found_right = (weakref.ref(mask), found)
 
@@ -286,7 +282,6 @@ def _is_causal(mask: Tensor, seqlen_q: int, seqlen_k: int, call: _Call) -> Tenso
     return (mask == (torch.arange(seqlen_k, device=mask.device) > rows.unsqueeze(1))).all()
 
 
-# No double quotes: Inductor puts an assertion's message into C++ as it is.
 _MORE_THAN = {
     "causal": "softcap_ops: an attention_mask that is not causal, with AttnMaskType.causal, is not offered in Megatron "
     "models. Use AttnMaskType.padding_causal for padding, PackedSeqParams for several sequences in a row.",
