@@ -42,10 +42,12 @@ test-newest: .venv-newest/installed
 	.venv-newest/bin/pytest $(PYTEST) $(ENDS)
 
 ## make test-gpu        the suite's CUDA part, on a machine with a GPU, in the Python of your choice
-# With pytest-xdist installed, a worker a core: they share the GPU, and compile in their own process.
+# With pytest-xdist installed, a worker a core: they share the GPU, and compile in their own process. The tests that need
+# much of its memory come after them.
 test-gpu:
 	workers=$$($(PYTHON) -c "import xdist" 2>/dev/null && echo --numprocesses auto --maxprocesses 16 --dist loadgroup); \
-	    env $${workers:+TORCHINDUCTOR_COMPILE_THREADS=1} $(PYTHON) -m pytest -rfE $$workers tests/gpu
+	    env $${workers:+TORCHINDUCTOR_COMPILE_THREADS=1} $(PYTHON) -m pytest -rfE $$workers -m "not large" tests/gpu; \
+	    status=$$?; $(PYTHON) -m pytest -rfE -m large tests/gpu && exit $$status
 
 ## make fuzz            the property suite with 10,000 draws
 fuzz: $(VENV)/installed

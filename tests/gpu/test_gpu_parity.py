@@ -167,7 +167,7 @@ def test_deterministic_gradients_repeat(backend: str, head_dim: int, packed: boo
             assert torch.equal(a, b)
 
 
-@pytest.mark.xdist_group("large")  # 40 GB
+@pytest.mark.large  # 40 GB
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_more_elements_than_31_bits_count(backend: str, packed: bool) -> None:
     """The last rows of the last head, found at offsets past 2^31, are those of a call on just these rows."""
