@@ -33,15 +33,21 @@ struct BackwardProblem {
   int sequences;    // batch, and one more when packed: the rows past the last sequence, whose gradients are 0
   int query_tiles;  // of one sequence, at most
   int key_tiles;    // likewise
-  int tiles_a_head;  // tiles of queries in the workspace: of one sequence's head, packed: of a head
-  int group;         // (sequence, head of keys) pairs whose blocks are handed out together
+  int tiles_a_head;   // tiles of queries in the workspace: of one sequence's head, packed: of a head
+  int group;          // (sequence, head of keys) pairs whose blocks are handed out together
   int group_missing;  // pairs that the first group has fewer
   float inner, outer, scale;
   // The workspace, by tiles of queries.
   float* stats;  // lse log2(e) of a tile's queries, then delta; infinite lse where a query sees nothing or is
-                 // none
+                 // none; then, as integers, the tile's place in its sequence and in the workspace
   float* sums;   // dq / scale, in the order of the products' accumulators
   int* turns;    // how many blocks have added to the sums, by consumer; null: blocks add in any order
+};
+
+// What the workspace keeps of a tile of queries, in words, a multiple of 16 bytes.
+template <int kQueries>
+struct Stats {
+  static constexpr int kDelta = kQueries, kPlace = 2 * kQueries, kWords = kPlace + 4;
 };
 
 // Where the workspace keeps tile `tile` of the queries of a head.
