@@ -6,7 +6,7 @@ usage: hopper_builds.py --lib NAME=PATH[:head_dim,...] [--lib ...] [--json FILE]
 Each build is first checked against float64 by hopper_check.py and hopper_backward_check.py, a process for each head_dim
 that may fail or hang: where one does, that build is not timed at that head_dim. Then forward and backward of all builds
 and of the peers (FlashAttention-3 and -2 through their raw operators, with and without the cap) are timed in rounds
-that take turns. Ratios are medians over the rounds of speeds within a round. Inputs: anchor, scores of deviation 16;
+in random order, each after it has settled on its own clock. Ratios are medians over the rounds of speeds within a round. Inputs: anchor, scores of deviation 16;
 cold, N(0, 1); saturated, every score far outside of the cap. The file is written anew after each shape, and after
 --seconds no further shape is begun.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import random
 import statistics
 import subprocess
 import sys
@@ -94,20 +95,22 @@ def calls(libs: dict[str, Any], names: list[str], shape: str, kind: str, softcap
     return found | peers(names, q, k, v, dout, softcap, causal, window)
 
 
-def rates(runs: dict[str, Any], work: float, rounds: int, milliseconds: float) -> dict[str, list[float]]:
-    """TFLOP/s of each in each round; one that fails is left out."""
+def rates(runs: dict[str, Any], work: float, rounds: int, settle: float, milliseconds: float) -> dict[str, list[float]]:
+    """TFLOP/s of each in each round; one that fails is left out.
+
+    The card runs at its power limit, and for a while at the clock that its neighbour before left it: each settles on
+    itself first, and no two are neighbours in every round.
+    """
     found: dict[str, list[float]] = {name: [] for name in runs}
-    order = list(runs)
-    for _ in range(rounds):
-        for name in order:
-            if name not in found:
-                continue
+    for turn in range(rounds):
+        for name in random.Random(turn).sample(list(found), len(found)):
+            run = lambda i, run=runs[name]: run()  # noqa: E731
             try:
-                found[name].append(work / measure(lambda i, run=runs[name]: run(), milliseconds) / 1e9)
+                measure(run, settle, limit=10_000)
+                found[name].append(work / measure(run, milliseconds) / 1e9)
             except (RuntimeError, NotImplementedError) as error:
                 del found[name]
                 print("not timed:", name, repr(error)[:150], flush=True)
-        order = order[1:] + order[:1]
     return found
 
 
@@ -173,7 +176,9 @@ def main() -> None:
     parser.add_argument("--peers", default="fa3,fa2")
     parser.add_argument("--softcap", type=float, default=50.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--milliseconds", type=float, default=10.0, help="of one measurement")
+    parser.add_argument("--directions", default="forward,backward")
+    parser.add_argument("--milliseconds", type=float, default=40.0, help="of one measurement")
+    parser.add_argument("--settle", type=float, default=100.0, help="milliseconds of the same calls before it")
     parser.add_argument("--seconds", type=float, default=1e9, help="of the whole run")
     parser.add_argument("--json", type=Path, default=Path("hopper_builds.json"))
     parser.add_argument("--table", type=Path)
@@ -196,10 +201,12 @@ def main() -> None:
             b, s, hq, _, d, causal, window = SHAPES[shape]
             both = calls(libs, names, shape, kind, args.softcap)
             for which, direction in enumerate(("forward", "backward")):
+                if direction not in args.directions.split(","):
+                    continue
                 work = flops(b, s, hq, d, causal, window) * (2.5 if which else 1.0)
                 runs = {name: pair[which] for name, pair in both.items()}
                 facts = {"shape": shape, "direction": direction, "inputs": kind, "softcap": args.softcap}
-                rows += rows_of(rates(runs, work, args.rounds, args.milliseconds), **facts)
+                rows += rows_of(rates(runs, work, args.rounds, args.settle, args.milliseconds), **facts)
             del both, runs
             args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(table(report))

@@ -336,6 +336,8 @@ SHAPES = {  # B, S, Hq, Hkv, D, causal, window
     "d128_1k_causal": (16, 1024, 16, 16, 128, True, None),
     "gemma2_27b_8k": (1, 8192, 32, 16, 128, True, None),
     "d64_4k_causal": (4, 4096, 32, 32, 64, True, None),
+    "d64_1k_causal": (16, 1024, 32, 32, 64, True, None),
+    "d64_16k_causal": (1, 16384, 32, 32, 64, True, None),
     "d64_16k_full": (1, 16384, 32, 32, 64, False, None),
     "d256_4k_full": (4, 4096, 8, 8, 256, False, None),
     "d256_4k_causal": (4, 4096, 8, 8, 256, True, None),

@@ -36,11 +36,16 @@ struct BackwardConfig {
   static constexpr int kKeyBytes = kKeys * kHeadDim * 2;
   static constexpr int kQueryBytes = kQueries * kHeadDim * 2;
   static constexpr int kScoreBytes = kKeys * kQueries * 2;
-  static constexpr int kStatsBytes = 2 * kQueries * 4;
+  static constexpr int kStatsBytes = Stats<kQueries>::kWords * 4;
   static constexpr int kSums =
       kQueries * kHeadDim / 256;  // a consumer has half of the columns of a tile of dq
   // Whether registers are too few for more than two kinds of products in flight.
   static constexpr bool kTight = kHeadDim == 128;
+  // Whether a consumer holds its keys in registers: shared memory is what head_dim 64 is short of.
+  static constexpr bool kHeld = kHeadDim == 64;
+  // Whether a tile's place is read with its statistics instead of computed.
+  static constexpr bool kNoted = kHeadDim == 64;
+  static constexpr int kExp2Fma = kHeadDim == 64 ? 4 : 0;  // see exp2_shared
   static constexpr int kBarriers = 1 + 4 * kStages + 2 * kScoreStages;
   static constexpr int kSharedBytes = 1024 + 2 * kKeyBytes + 2 * kStages * kQueryBytes +
                                       kScoreTiles * kScoreBytes + kStages * kStatsBytes + 8 * kBarriers;
@@ -98,7 +103,7 @@ __device__ __forceinline__ void produce_backward(const BackwardProblem& problem,
     copy_box(shared.q(stage), q_map, shared.q_full(stage), 0, row, 0, head, batch);
     barrier_wait(shared.dout_empty(stage), free);
     barrier_expect_bytes(shared.dout_full(stage), C::kQueryBytes + C::kStatsBytes);
-    copy_run(shared.stats(stage), problem.stats + index * 2 * C::kQueries, C::kStatsBytes,
+    copy_run(shared.stats(stage), problem.stats + index * Stats<C::kQueries>::kWords, C::kStatsBytes,
              shared.dout_full(stage));
     copy_box(shared.dout(stage), dout_map, shared.dout_full(stage), 0, row, 0, head, batch);
   }
@@ -131,6 +136,10 @@ __device__ __forceinline__ void write_gradient(void* gradient, int64_t stride, i
 template <class C>
 class BackwardBase {
  protected:
+  struct Place {
+    int tile, index;  // of queries within the sequence; in the workspace
+  };
+
   __device__ __forceinline__ BackwardBase(const BackwardProblem& problem, const BackwardShared<C>& shared,
                                           const KeyTile& t)
       : problem_(problem),
@@ -198,7 +207,9 @@ class BackwardBase {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float tanh = tanh_unit(s[4 * j + i] * problem_.inner);
-        e[i] = exp2_unit(fmaf(problem_.outer, tanh, i % 2 ? -lse.y : -lse.x));
+        const float exponent = fmaf(problem_.outer, tanh, i % 2 ? -lse.y : -lse.x);
+        // 2^-127 comes out as zero, as it must where lse is infinite: in rows that see nothing.
+        e[i] = on_fma<C::kExp2Fma>(4 * j + i) ? exp2_fma(max_nan(exponent, -127.f)) : exp2_unit(exponent);
         if constexpr (kMasked) {
           const int at = 8 * j + i % 2;
           if (at < first[i / 2] || at > last[i / 2]) e[i] = 0.f;
@@ -227,7 +238,7 @@ class BackwardBase {
     const int column = 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int j = 0; j < kScores / 4; ++j) {
-      const float2 delta = load_pair(stats + (C::kQueries + 8 * j + column) * 4);
+      const float2 delta = load_pair(stats + (Stats<C::kQueries>::kDelta + 8 * j + column) * 4);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int at = 4 * j + 2 * i;
@@ -236,10 +247,22 @@ class BackwardBase {
     }
   }
 
-  // Adds this consumer's part of dq of the i-th tile to the workspace.
-  __device__ __forceinline__ void add(const float (&dq)[C::kSums], int at) const {
-    const Queries::Place place = queries_.at(at);
-    const int64_t index = queries_.index(problem_, place);
+  // The place of the i-th tile, whose statistics these are.
+  __device__ __forceinline__ Place place(int i, uint32_t stats) const {
+    if constexpr (C::kNoted) {
+      const int2 x = load_words(stats + Stats<C::kQueries>::kPlace * 4);
+      return {x.x, x.y};
+    }
+    return computed_place(i);
+  }
+  __device__ __forceinline__ Place computed_place(int i) const {
+    const Queries::Place at = queries_.at(i);
+    return {at.tile, queries_.index(problem_, at)};
+  }
+
+  // Adds this consumer's part of dq of a tile to the workspace.
+  __device__ __forceinline__ void add(const float (&dq)[C::kSums], const Place& place) const {
+    const int64_t index = place.index;
     const int thread = threadIdx.x % 128;
     float* to = problem_.sums + index * (C::kQueries * C::kHeadDim) + consumer_ * C::kSums * 128 + thread * 4;
     int* turns = problem_.turns + 2 * index + consumer_;
@@ -285,10 +308,24 @@ class BackwardConsumer : BackwardBase<C> {
   using Base::release;
   using Base::shared_;
   using Base::t_;
+  using typename Base::Place;
   static constexpr int kScores = C::kQueries / 2;
+  using Held = uint32_t[C::kHeld ? C::kHeadDim / 16 : 1][4];
+
+  // This consumer's keys, of k or of v, as left operands.
+  __device__ __forceinline__ void hold(Held& held, uint32_t keys) const {
+    const int lane = threadIdx.x % 32, matrix = lane / 8;
+    const int row = 64 * consumer_ + 16 * (threadIdx.x / 32 % 4) + 8 * (matrix % 2) + lane % 8;
+#pragma unroll
+    for (int step = 0; step < C::kHeadDim / 16; ++step) {
+      const int unit = 2 * step + matrix / 2;  // of 16 bytes
+      load_matrices(keys + row * 128 + ((unit ^ (lane % 8)) << 4), held[step]);
+    }
+  }
 
   // keys queries^T; in flight afterwards.
-  __device__ __forceinline__ void multiply(float (&s)[kScores], uint32_t keys, uint32_t queries) const {
+  __device__ __forceinline__ void multiply(float (&s)[kScores], const Held& held, uint32_t keys,
+                                           uint32_t queries) const {
     const uint64_t a = row_descriptor(fresh(keys + consumer_ * 64 * 128));
     const uint64_t b = row_descriptor(fresh(queries));
     pin(s);
@@ -296,8 +333,13 @@ class BackwardConsumer : BackwardBase<C> {
 #pragma unroll
     for (int step = 0; step < C::kHeadDim / 16; ++step) {
       const int chunk = step / 4, bytes = step % 4 * 32;
-      Wgmma<C::kQueries, C::kBf16>::ss(s, a + ((chunk * C::kKeys * 128 + bytes) >> 4),
-                                       b + ((chunk * C::kQueries * 128 + bytes) >> 4), step != 0);
+      const uint64_t b_step = b + ((chunk * C::kQueries * 128 + bytes) >> 4);
+      if constexpr (C::kHeld) {
+        const auto& x = held[step];
+        Wgmma<C::kQueries, C::kBf16>::rs_rows(s, x[0], x[1], x[2], x[3], b_step, step != 0);
+      } else {
+        Wgmma<C::kQueries, C::kBf16>::ss(s, a + ((chunk * C::kKeys * 128 + bytes) >> 4), b_step, step != 0);
+      }
     }
     wgmma_commit();
   }
@@ -346,8 +388,13 @@ class BackwardConsumer : BackwardBase<C> {
 
   __device__ __forceinline__ void attend(float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2]) {
     uint32_t ds[kScores / 2];
+    Held k, v;
     barrier_wait(shared_.keys_full(), 0);
-    for (int i = 0; i < queries_.count; ++i) turn(i, dk, dv, ds);
+    if constexpr (C::kHeld) {
+      hold(k, shared_.k());
+      hold(v, shared_.v());
+    }
+    for (int i = 0; i < queries_.count; ++i) turn(i, k, v, dk, dv, ds);
     finish_queries(queries_.count - 1);
     wgmma_wait<0>();
     pin(dk);
@@ -363,19 +410,19 @@ class BackwardConsumer : BackwardBase<C> {
     wgmma_wait<0>();
     pin(dq);
     release(shared_.ds_empty(stage));
-    this->add(dq, i);
+    this->add(dq, before(i));
   }
 
   // The i-th tile of queries.
-  __device__ __forceinline__ void turn(int i, float (&dk)[C::kHeadDim / 2], float (&dv)[C::kHeadDim / 2],
-                                       uint32_t (&ds)[kScores / 2]) {
+  __device__ __forceinline__ void turn(int i, const Held& k, const Held& v, float (&dk)[C::kHeadDim / 2],
+                                       float (&dv)[C::kHeadDim / 2], uint32_t (&ds)[kScores / 2]) {
     float s[kScores], dp[kScores];
     uint32_t p[kScores / 2];
     const int stage = stage_of<C::kStages>(i);
     barrier_wait(shared_.q_full(stage), parity_of<C::kStages>(i));
-    multiply(s, shared_.k(), shared_.q(stage));
+    multiply(s, k, shared_.k(), shared_.q(stage));
     barrier_wait(shared_.dout_full(stage), parity_of<C::kStages>(i));
-    multiply(dp, shared_.v(), shared_.dout(stage));
+    multiply(dp, v, shared_.v(), shared_.dout(stage));
     // The scores, and dk of the tile before.
     wgmma_wait<1>();
     pin(s);
@@ -383,7 +430,8 @@ class BackwardConsumer : BackwardBase<C> {
     pin(ds);
     if (i > 0) release(shared_.q_empty(stage_of<C::kStages>(i - 1)));
     const uint32_t stats = shared_.stats(stage);
-    this->to_probabilities(s, p, stats, queries_.at(i).tile * C::kQueries);
+    const Place place = this->place(i, stats);
+    this->to_probabilities(s, p, stats, place.tile * C::kQueries);
     accumulate(dv, p, shared_.dout(stage));
     if constexpr (C::kTight) {
       wgmma_wait<0>();
@@ -404,12 +452,12 @@ class BackwardConsumer : BackwardBase<C> {
       if (i > 0) finish_queries(i - 1);
       accumulate(dk, ds, shared_.q(stage));
     } else {
+      // With a branch around a product the compiler would let only one be in flight: the first turn's dq is
+      // of whatever lies there, and dropped.
       float dq[C::kSums];
-      const int before = stage_of<C::kScoreStages>(i - 1);
-      if (i > 0) {
-        barrier_wait(shared_.ds_full(before), parity_of<C::kScoreStages>(i - 1));
-        multiply_keys(dq, shared_.ds(before));
-      }
+      const int read = stage_of<C::kScoreStages>(i + C::kScoreStages - 1);
+      if (i > 0) barrier_wait(shared_.ds_full(read), parity_of<C::kScoreStages>(i - 1));
+      multiply_keys(dq, shared_.ds(read));
       accumulate(dk, ds, shared_.q(stage));
       wgmma_wait<1>();
       pin(dv);
@@ -417,11 +465,19 @@ class BackwardConsumer : BackwardBase<C> {
       pin(dq);
       release(shared_.dout_empty(stage));
       if (i > 0) {
-        release(shared_.ds_empty(before));
-        this->add(dq, i - 1);
+        release(shared_.ds_empty(read));
+        this->add(dq, before(i - 1));
       }
     }
+    before_ = place;
   }
+
+  // The i-th tile's, which is the one before.
+  __device__ __forceinline__ Place before(int i) const {
+    return C::kNoted ? before_ : this->computed_place(i);
+  }
+
+  Place before_;
 };
 
 }  // namespace softcap_hopper

@@ -27,7 +27,10 @@ __global__ void __launch_bounds__(kEndThreads) prepare_kernel(const __grid_const
       static_cast<const uint16_t*>(p.out) + batch * p.out_stride_batch + head * p.out_stride_head;
   const uint16_t* dout =
       static_cast<const uint16_t*>(p.dout) + batch * p.dout_stride_batch + head * p.dout_stride_head;
-  float* stats = p.stats + index * 2 * C::kQueries;
+  float* stats = p.stats + index * Stats<C::kQueries>::kWords;
+  if (threadIdx.x == 0)
+    *reinterpret_cast<int4*>(stats + Stats<C::kQueries>::kPlace) =
+        make_int4(tile, static_cast<int>(index), 0, 0);
 #pragma unroll 4
   for (int i = threadIdx.x / kLanes; i < C::kQueries; i += kEndThreads / kLanes) {
     const int row = tile * C::kQueries + i;
@@ -57,7 +60,7 @@ __global__ void __launch_bounds__(kEndThreads) prepare_kernel(const __grid_const
         }
       }
       stats[i] = lse;
-      stats[C::kQueries + i] = delta;
+      stats[Stats<C::kQueries>::kDelta + i] = delta;
     }
   }
 }

@@ -53,7 +53,7 @@ Workspace layout(const BackwardArgs& b) {
   w.tiles_a_head = packed ? b.total_q / queries + b.batch + 1 : (b.seqlen_q + queries - 1) / queries;
   const int64_t tiles = w.tiles_a_head * b.heads_q * (packed ? 1 : b.batch);
   w.stats = 0;
-  w.sums = aligned(tiles * 2 * queries * 4);
+  w.sums = aligned(tiles * Stats<kBackwardQueries>::kWords * 4);
   w.turns = w.sums + tiles * queries * b.head_dim * 4;
   w.bytes = w.turns + (b.deterministic ? aligned(tiles * 2 * 4) : 0);
   return w;

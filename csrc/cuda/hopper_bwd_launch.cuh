@@ -15,6 +15,21 @@ int launch_backward_d64(const BackwardArgs& args, const BackwardProblem& problem
 int launch_backward_d128(const BackwardArgs& args, const BackwardProblem& problem);
 int launch_backward_d256(const BackwardArgs& args, const BackwardProblem& problem);
 
+// Which pairs of sequence and key head to hand out together: where later keys are seen by fewer queries, as
+// many as have their queries, gradients and sums of dq in the L2 cache, in groups of about one size. The
+// smaller one comes first: the last must go round all multiprocessors more than once to end evenly.
+inline void group_pairs(BackwardProblem* p, int head_dim) {
+  p->group = 1;
+  if (p->right != kUnlimited && p->left == kUnlimited) {
+    const int64_t pairs = int64_t{p->sequences} * p->heads_k;
+    const int64_t bytes = int64_t{8} * head_dim * p->heads_per_key * (p->seqlen_q > 0 ? p->seqlen_q : 1);
+    const int64_t fit = (int64_t{40} << 20) / bytes;
+    const int64_t groups = fit < 2 ? pairs : (pairs + fit - 1) / fit;
+    p->group = static_cast<int>((pairs + groups - 1) / groups);
+    p->group_missing = static_cast<int>((p->group - pairs % p->group) % p->group);
+  }
+}
+
 template <class C>
 int launch_backward(const BackwardArgs& a, BackwardProblem p) {
   static_assert(C::kQueries == kBackwardQueries);
@@ -25,6 +40,7 @@ int launch_backward(const BackwardArgs& a, BackwardProblem p) {
   const int64_t prepared = int64_t{p.batch} * p.heads_q * p.query_tiles;
   const int64_t finished = int64_t{p.sequences} * p.heads_q * p.query_tiles;
   if (rounds > (int64_t{1} << 30) || finished > (int64_t{1} << 30)) return kErrorShape;
+  group_pairs(&p, C::kHeadDim);
 
   CUtensorMap q_map, k_map, v_map, dout_map;
   int error = encode_maps<C>(a, C::kQueries, &q_map, &k_map, &v_map);

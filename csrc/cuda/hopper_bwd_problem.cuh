@@ -33,13 +33,21 @@ struct BackwardProblem {
   int sequences;    // batch, and one more when packed: the rows past the last sequence, whose gradients are 0
   int query_tiles;  // of one sequence, at most
   int key_tiles;    // likewise
-  int tiles_a_head;  // tiles of queries in the workspace: of one sequence's head, packed: of a head
+  int tiles_a_head;   // tiles of queries in the workspace: of one sequence's head, packed: of a head
+  int group;          // (sequence, head of keys) pairs whose blocks are handed out together
+  int group_missing;  // pairs that the first group has fewer
   float inner, outer, scale;
   // The workspace, by tiles of queries.
   float* stats;  // lse log2(e) of a tile's queries, then delta; infinite lse where a query sees nothing or is
-                 // none
+                 // none; then, as integers, the tile's place in its sequence and in the workspace
   float* sums;   // dq / scale, in the order of the products' accumulators
   int* turns;    // how many blocks have added to the sums, by consumer; null: blocks add in any order
+};
+
+// What the workspace keeps of a tile of queries, in words, a multiple of 16 bytes.
+template <int kQueries>
+struct Stats {
+  static constexpr int kDelta = kQueries, kPlace = 2 * kQueries, kWords = kPlace + 4;
 };
 
 // Where the workspace keeps tile `tile` of the queries of a head.
@@ -83,10 +91,15 @@ struct KeyTile {
 template <int kQueries, int kKeys>
 __device__ __forceinline__ KeyTile find_key_tile(const BackwardProblem& p, int index) {
   KeyTile t;
-  const int pair = index / p.key_tiles;
-  t.tile = index - pair * p.key_tiles;
-  // The first keys are seen by the most queries: hand them out first. Blocks that add in turn start from the
-  // end, where causal queries see their last key.
+  // The first keys are seen by the most queries: hand them out first, and those of a whole group of heads, so
+  // that what is handed out last is short. Blocks that add in turn start from the end, where causal queries
+  // see their last key.
+  const int group = (index + p.group_missing * p.key_tiles) / (p.group * p.key_tiles);
+  const int first = max(group * p.group - p.group_missing, 0);
+  const int size = group == 0 ? p.group - p.group_missing : p.group;
+  const int within = index - first * p.key_tiles;
+  t.tile = within / size;
+  const int pair = first + within - t.tile * size;
   if (p.turns != nullptr) t.tile = p.key_tiles - 1 - t.tile;
   t.sequence = pair / p.heads_k;
   t.head = pair - t.sequence * p.heads_k;

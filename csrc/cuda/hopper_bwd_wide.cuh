@@ -129,7 +129,7 @@ class WideBackwardConsumer : BackwardBase<C> {
     accumulate<false>(dk, shared_.ds(scores), shared_.q(stage));
     wgmma_wait<2>();
     pin(dq);
-    this->add(dq, i);
+    this->add(dq, this->computed_place(i));
   }
 };
 

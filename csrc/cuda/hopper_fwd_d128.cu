@@ -5,10 +5,10 @@ namespace softcap_hopper {
 namespace {
 
 template <bool kPacked>
-using Long = Config<128, 2, 112, 3, true, kPacked, false, false, false, Tanh::kPolynomial3, 0>;
+using Long = Config<128, 2, 112, 3, true, kPacked, false, Overlap::kOpen, false, Tanh::kPolynomial3, 0>;
 // As many keys a tile as rows: a short causal problem is mostly diagonal, and that meets the fewest tiles so.
 template <bool kPacked>
-using Short = Config<128, 2, 128, 3, true, kPacked, false, false, false, Tanh::kPolynomial3, 4>;
+using Short = Config<128, 2, 128, 3, true, kPacked, false, Overlap::kOpen, false, Tanh::kPolynomial3, 4>;
 
 template <bool kPacked>
 int choose(const Args& args, const Problem& problem, const CapConstants& cap) {

@@ -5,7 +5,7 @@ namespace softcap_hopper {
 namespace {
 
 template <bool kPacked>
-using Chosen = Config<256, 2, 64, 2, true, kPacked, false, true, false, Tanh::kUnit, 0>;
+using Chosen = Config<256, 2, 64, 2, true, kPacked, false, Overlap::kTurn, false, Tanh::kUnit, 0>;
 
 }  // namespace
 

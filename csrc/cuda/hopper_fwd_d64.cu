@@ -5,7 +5,7 @@ namespace softcap_hopper {
 namespace {
 
 template <bool kPacked>
-using Chosen = Config<64, 3, 80, 4, true, kPacked, false, false, false, Tanh::kPolynomial3, 4>;
+using Chosen = Config<64, 4, 64, 5, true, kPacked, false, Overlap::kApart, false, Tanh::kPolynomial3, 4>;
 
 }  // namespace
 

@@ -12,8 +12,15 @@
 
 namespace softcap_hopper {
 
+// How a consumer's own products overlap with its elementwise work.
+enum class Overlap {
+  kOpen,  // the output product of tile i - 1 runs beside the elementwise work of tile i, and on into the next
+  kTurn,  // likewise, but is waited for at the end of the turn
+  kApart,  // none does: probabilities need one set of registers, and other consumers fill the gaps
+};
+
 template <int kHeadDim_, int kConsumers_, int kKeys_, int kStages_, bool kBf16_, bool kPacked_,
-          bool kTakeTurns_, bool kDrain_, bool kRunningMax_, Tanh kTanh_, int kExp2Fma_>
+          bool kTakeTurns_, Overlap kOverlap_, bool kRunningMax_, Tanh kTanh_, int kExp2Fma_>
 struct Config {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = kConsumers_;  // warpgroups of 64 rows
@@ -21,8 +28,11 @@ struct Config {
   static constexpr int kStages = kStages_;        // tiles of k, and of v, in shared memory
   static constexpr bool kBf16 = kBf16_;
   static constexpr bool kPacked = kPacked_;
-  static constexpr bool kTakeTurns = kTakeTurns_;    // consumers issue products in turn, not at once
-  static constexpr bool kDrain = kDrain_;            // wait for each output product before the next is issued
+  static constexpr bool kTakeTurns = kTakeTurns_;  // consumers issue products in turn, not at once
+  static constexpr Overlap kOverlap = kOverlap_;
+  // Whether consumers pass over tiles of keys that none of their rows sees: not where each awaits its turn,
+  // nor where it does not pay.
+  static constexpr bool kSkip = !kTakeTurns && kHeadDim != 128;
   static constexpr bool kRunningMax = kRunningMax_;  // where no constant shift keeps exponents in range
   static constexpr Tanh kTanh = kTanh_;
   static constexpr int kExp2Fma = kExp2Fma_;
@@ -32,12 +42,12 @@ struct Config {
   static constexpr int kChunks = kHeadDim / 64;
   static constexpr int kQueryBytes = 64 * kHeadDim * 2;  // one consumer's rows
   static constexpr int kKeyBytes = kKeys * kHeadDim * 2;
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : kConsumers == 3 ? 160 : 112;
   static constexpr int kSharedBytes =
       1024 + kConsumers * kQueryBytes + 2 * kStages * kKeyBytes + 8 * (2 * kConsumers + 4 * kStages);
   static_assert(kSharedBytes <= 232448);
-  static_assert(!kRunningMax || (kDrain && kTanh == Tanh::kUnit && kExp2Fma == 0));
+  static_assert(!kRunningMax || (kOverlap == Overlap::kTurn && kTanh == Tanh::kUnit && kExp2Fma == 0));
   static_assert(kKeyBytes % 1024 == 0 && kKeys % 16 == 0);
 };
 
@@ -222,7 +232,7 @@ class Consumer {
     Walk walk;
     Tile t;
     if (!next(&walk, tiles, &t)) return;
-    start(s);
+    start(s, &t);
     for (;;) {
       const Sums sums = attend(s, o, t);
       const Tile done = t;
@@ -232,7 +242,7 @@ class Consumer {
         return;
       }
       // The first scores of the next rows are on their way while these rows are written.
-      start(s);
+      start(s, &t);
       write_rows<C>(problem_, done, thread_row(done), o, sums, shift);
     }
   }
@@ -262,8 +272,24 @@ class Consumer {
     return false;
   }
 
+  // Passes over the tiles of keys that only later rows of the block see; where these rows see none, one is
+  // left.
+  __device__ __forceinline__ void skip(Tile* t) {
+    const int last_row = min(t->row + 64 * consumer_ + 63, t->seqlen_q - 1);
+    const int end = min(t->seqlen_k, last_row + t->seqlen_k - t->seqlen_q + problem_.right + 1);
+    const int key_end = max(t->key_begin + 1, (end + C::kKeys - 1) / C::kKeys);
+    for (; t->key_end > key_end; --t->key_end) {
+      barrier_wait(shared_.k_full(ring_.stage), ring_.parity);
+      release(shared_.k_empty(ring_.stage));
+      barrier_wait(shared_.v_full(ring_.stage), ring_.parity);
+      release(shared_.v_empty(ring_.stage));
+      ring_.advance();
+    }
+  }
+
   // Issues the first scores of a tile of rows.
-  __device__ __forceinline__ void start(float (&s)[kScores]) {
+  __device__ __forceinline__ void start(float (&s)[kScores], Tile* t) {
+    if constexpr (C::kSkip) skip(t);
     barrier_wait(shared_.q_full(consumer_), q_parity_);
     q_parity_ ^= 1;
     barrier_wait(shared_.k_full(ring_.stage), ring_.parity);
@@ -380,7 +406,7 @@ class Consumer {
   // scores to probabilities while that product runs.
   __device__ __forceinline__ void step(float (&s)[kScores], float (&o)[C::kHeadDim / 2],
                                        uint32_t (&p)[kScores / 2], uint32_t (&p_next)[kScores / 2],
-                                       Sums& sums, int tile) {
+                                       Sums& sums, int tile, int key_begin) {
     const int before = ring_.stage;
     const uint32_t before_parity = ring_.parity;
     ring_.advance();
@@ -390,17 +416,22 @@ class Consumer {
     barrier_wait(shared_.v_full(before), before_parity);
     accumulate(o, p, before);
     if constexpr (C::kTakeTurns) named_arrive(1 + (consumer_ + 1) % C::kConsumers, 256);
-    wgmma_wait<1>();
+    wgmma_wait<C::kOverlap == Overlap::kApart ? 0 : 1>();
     pin(s);
     pin(p_next);
     release(shared_.k_empty(ring_.stage));
-    if constexpr (!C::kDrain) {
+    if (tile == key_begin) release(shared_.q_empty(consumer_));
+    if constexpr (C::kOverlap == Overlap::kApart) {
+      pin(o);
+      release(shared_.v_empty(before));
+    }
+    if constexpr (C::kOverlap == Overlap::kOpen) {
       // The wait also covered the output product of the turn before.
       if (pending_ >= 0) release(shared_.v_empty(pending_));
       pending_ = before;
     }
     to_probabilities(s, p_next, sums, tile);
-    if constexpr (C::kDrain) {
+    if constexpr (C::kOverlap == Overlap::kTurn) {
       wgmma_wait<0>();
       pin(o);
       pin(p);
@@ -415,13 +446,12 @@ class Consumer {
   }
 
   __device__ __forceinline__ void finish(float (&o)[C::kHeadDim / 2], uint32_t (&p)[kScores / 2]) {
-    release(shared_.q_empty(consumer_));
     barrier_wait(shared_.v_full(ring_.stage), ring_.parity);
     accumulate(o, p, ring_.stage);
     wgmma_wait<0>();
     pin(o);
     pin(p);
-    if (!C::kDrain && pending_ >= 0) release(shared_.v_empty(pending_));
+    if (C::kOverlap == Overlap::kOpen && pending_ >= 0) release(shared_.v_empty(pending_));
     release(shared_.v_empty(ring_.stage));
     ring_.advance();
   }
@@ -445,25 +475,32 @@ class Consumer {
 
 #pragma unroll
     for (int i = 0; i < C::kHeadDim / 2; ++i) o[i] = 0.f;
-    // Two sets of probabilities, in turn: one is still being read while the other is written.
-    uint32_t p[kScores / 2] = {}, p_other[kScores / 2] = {};
+    uint32_t p[kScores / 2] = {};
     Sums sums = {};
     int tile = t.key_end - 1;
     wgmma_wait<0>();
     pin(s);
     release(shared_.k_empty(ring_.stage));
+    if (tile == t.key_begin) release(shared_.q_empty(consumer_));
     to_probabilities(s, p, sums, tile);
+    if constexpr (C::kOverlap == Overlap::kApart) {
+      while (tile-- != t.key_begin) step(s, o, p, p, sums, tile, t.key_begin);
+      finish(o, p);
+      return sums;
+    }
+    // Two sets of probabilities, in turn: one is still being read while the other is written.
+    uint32_t p_other[kScores / 2] = {};
     for (;;) {
       if (tile-- == t.key_begin) {
         finish(o, p);
         break;
       }
-      step(s, o, p, p_other, sums, tile);
+      step(s, o, p, p_other, sums, tile, t.key_begin);
       if (tile-- == t.key_begin) {
         finish(o, p_other);
         break;
       }
-      step(s, o, p_other, p, sums, tile);
+      step(s, o, p_other, p, sums, tile, t.key_begin);
     }
     return sums;
   }

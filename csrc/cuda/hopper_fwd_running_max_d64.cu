@@ -5,7 +5,7 @@ namespace softcap_hopper {
 namespace {
 
 template <bool kBf16, bool kPacked>
-using Running = Config<64, 3, 96, 3, kBf16, kPacked, true, true, true, Tanh::kUnit, 0>;
+using Running = Config<64, 3, 96, 3, kBf16, kPacked, true, Overlap::kTurn, true, Tanh::kUnit, 0>;
 
 }  // namespace
 

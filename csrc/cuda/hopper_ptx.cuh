@@ -83,6 +83,20 @@ __device__ __forceinline__ void store_matrices(uint32_t address, uint32_t x0, ui
                : "memory");
 }
 
+// The same the other way.
+__device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&x)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ int2 load_words(uint32_t address) {
+  int2 x;
+  asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "r"(address) : "memory");
+  return x;
+}
+
 __device__ __forceinline__ float2 load_pair(uint32_t address) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");

@@ -47,6 +47,13 @@ __device__ __forceinline__ float exp2_unit(float x) {
   return y;
 }
 
+// The larger one; NaN if either is.
+__device__ __forceinline__ float max_nan(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
+}
+
 // 2^x for x in (-126, 127) on the multiply-add pipes, relative error 1.0e-4, exact for whole x: the nearest
 // integer goes to the exponent field, a cubic fitted to [-1/2, 1/2] does the rest.
 __device__ __forceinline__ float exp2_fma(float x) {
@@ -60,8 +67,14 @@ __device__ __forceinline__ float exp2_fma(float x) {
 
 // Every kExp2Fma-th exponential runs on the multiply-add pipes; 0: none.
 template <int kExp2Fma>
+__device__ __forceinline__ constexpr bool on_fma(int index) {
+  if constexpr (kExp2Fma == 0) return false;
+  return index % (kExp2Fma + (kExp2Fma == 0)) == 0;
+}
+
+template <int kExp2Fma>
 __device__ __forceinline__ float exp2_shared(float x, int index) {
-  if (kExp2Fma != 0 && index % (kExp2Fma == 0 ? 1 : kExp2Fma) == 0) return exp2_fma(x);
+  if (on_fma<kExp2Fma>(index)) return exp2_fma(x);
   return exp2_unit(x);
 }
 

@@ -97,7 +97,7 @@ struct Wgmma;
 // ss: A and B in shared memory, both k-contiguous, d (+)= a b^T.
 // ss_mixed: both in shared memory, A k-contiguous, B n-contiguous, d (+)= a b.
 // ss_columns: both in shared memory, A m-contiguous, B n-contiguous, d (+)= a^T b.
-// rs: A in registers, B in shared memory and n-contiguous, d += a b.
+// rs, rs_rows: A in registers, B in shared memory, n-contiguous, d (+)= a b; k-contiguous, d (+)= a b^T.
 // The operands that follow the accumulators are numbered I0 = N / 2 and on. TRANSPOSED: whether A and B are.
 #define SOFTCAP_WGMMA_SS(NAME, TRANSPOSED, N, TYPE, I0, I1, I2)                                           \
   static __device__ __forceinline__ void NAME(float(&d)[N / 2], uint64_t a, uint64_t b, int accumulate) { \
@@ -109,37 +109,40 @@ struct Wgmma;
                  : "l"(a), "l"(b), "r"(accumulate)                                                        \
                  : "memory");                                                                             \
   }
-#define SOFTCAP_WGMMA_TYPE(N, BF16, TYPE, I0, I1, I2, I3, I4)                                           \
-  template <>                                                                                           \
-  struct Wgmma<N, BF16> {                                                                               \
-    SOFTCAP_WGMMA_SS(ss, "0, 0", N, TYPE, I0, I1, I2)                                                   \
-    SOFTCAP_WGMMA_SS(ss_mixed, "0, 1", N, TYPE, I0, I1, I2)                                             \
-    SOFTCAP_WGMMA_SS(ss_columns, "1, 1", N, TYPE, I0, I1, I2)                                           \
-    static __device__ __forceinline__ void rs(float (&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2, \
-                                              uint32_t a3, uint64_t b) {                                \
-      asm volatile(                                                                                     \
-          "{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\n"                                                    \
-          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" SOFTCAP_NAME_##N         \
-          "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4 ", p, 1, 1, 1;\n}"                       \
-          : SOFTCAP_BIND_##N                                                                            \
-          : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b)                                                  \
-          : "memory");                                                                                  \
-    }                                                                                                   \
+#define SOFTCAP_WGMMA_RS(NAME, TRANSPOSED, N, TYPE, I0, I1, I2, I3, I4, I5)                            \
+  static __device__ __forceinline__ void NAME(float(&d)[N / 2], uint32_t a0, uint32_t a1, uint32_t a2, \
+                                              uint32_t a3, uint64_t b, int accumulate = 1) {           \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #I5                                              \
+                 ", 0;\n"                                                                              \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" SOFTCAP_NAME_##N \
+                 "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4 ", p, 1, 1, " TRANSPOSED ";\n}"  \
+                 : SOFTCAP_BIND_##N                                                                    \
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate)                         \
+                 : "memory");                                                                          \
   }
-#define SOFTCAP_WGMMA(N, I0, I1, I2, I3, I4)               \
-  SOFTCAP_WGMMA_TYPE(N, true, "bf16", I0, I1, I2, I3, I4); \
-  SOFTCAP_WGMMA_TYPE(N, false, "f16", I0, I1, I2, I3, I4)
+#define SOFTCAP_WGMMA_TYPE(N, BF16, TYPE, I0, I1, I2, I3, I4, I5)   \
+  template <>                                                       \
+  struct Wgmma<N, BF16> {                                           \
+    SOFTCAP_WGMMA_SS(ss, "0, 0", N, TYPE, I0, I1, I2)               \
+    SOFTCAP_WGMMA_SS(ss_mixed, "0, 1", N, TYPE, I0, I1, I2)         \
+    SOFTCAP_WGMMA_SS(ss_columns, "1, 1", N, TYPE, I0, I1, I2)       \
+    SOFTCAP_WGMMA_RS(rs, "1", N, TYPE, I0, I1, I2, I3, I4, I5)      \
+    SOFTCAP_WGMMA_RS(rs_rows, "0", N, TYPE, I0, I1, I2, I3, I4, I5) \
+  }
+#define SOFTCAP_WGMMA(N, I0, I1, I2, I3, I4, I5)               \
+  SOFTCAP_WGMMA_TYPE(N, true, "bf16", I0, I1, I2, I3, I4, I5); \
+  SOFTCAP_WGMMA_TYPE(N, false, "f16", I0, I1, I2, I3, I4, I5)
 
-SOFTCAP_WGMMA(32, 16, 17, 18, 19, 20);
-SOFTCAP_WGMMA(64, 32, 33, 34, 35, 36);
-SOFTCAP_WGMMA(80, 40, 41, 42, 43, 44);
-SOFTCAP_WGMMA(96, 48, 49, 50, 51, 52);
-SOFTCAP_WGMMA(112, 56, 57, 58, 59, 60);
-SOFTCAP_WGMMA(128, 64, 65, 66, 67, 68);
-SOFTCAP_WGMMA(144, 72, 73, 74, 75, 76);
-SOFTCAP_WGMMA(160, 80, 81, 82, 83, 84);
-SOFTCAP_WGMMA(176, 88, 89, 90, 91, 92);
-SOFTCAP_WGMMA(192, 96, 97, 98, 99, 100);
-SOFTCAP_WGMMA(256, 128, 129, 130, 131, 132);
+SOFTCAP_WGMMA(32, 16, 17, 18, 19, 20, 21);
+SOFTCAP_WGMMA(64, 32, 33, 34, 35, 36, 37);
+SOFTCAP_WGMMA(80, 40, 41, 42, 43, 44, 45);
+SOFTCAP_WGMMA(96, 48, 49, 50, 51, 52, 53);
+SOFTCAP_WGMMA(112, 56, 57, 58, 59, 60, 61);
+SOFTCAP_WGMMA(128, 64, 65, 66, 67, 68, 69);
+SOFTCAP_WGMMA(144, 72, 73, 74, 75, 76, 77);
+SOFTCAP_WGMMA(160, 80, 81, 82, 83, 84, 85);
+SOFTCAP_WGMMA(176, 88, 89, 90, 91, 92, 93);
+SOFTCAP_WGMMA(192, 96, 97, 98, 99, 100, 101);
+SOFTCAP_WGMMA(256, 128, 129, 130, 131, 132, 133);
 
 }  // namespace softcap_hopper
