@@ -1,7 +1,7 @@
 """Speed, error and memory of soft-capped attention on one GPU: ours over each backend beside its peers, in one run.
 
 Peers: FlashAttention-2 and -3 called directly, FA3 and cuDNN (SDPA) without the cap, FlexAttention with exact and
-approximate tanh, and the eager formula. Times are medians over interleaved rounds; work that the mask hides is not
+approximate tanh, and the eager formula. Times are medians over rounds (timing.py); work that the mask hides is not
 counted, a backward is 2.5 forwards. Inputs are hot: scores of standard deviation 16, where a cap of 50 or 30 bends.
 Errors are against the formula in float32 on the first 1024 tokens.
 
@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from timing import in_rounds
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -240,35 +241,6 @@ def _distance(a: Tensor, b: Tensor) -> float:
     return ((a.detach().float() - b.detach()).norm() / b.detach().norm()).item()
 
 
-def _milliseconds(calls: dict[str, Callable[[], object]], budget_ms: float) -> dict[str, float]:
-    """Median device time of each, in rounds of changing order so that clocks and heat fall on all alike."""
-    times: dict[str, list[float]] = {}
-    repeats = {}
-    for name, call in calls.items():
-        call()
-        once = _events(call, 2)
-        repeats[name] = max(1, min(50, int(budget_ms / 8 / once)))
-    order = list(calls)
-    for _ in range(9):
-        for name in order:
-            times.setdefault(name, []).append(_events(calls[name], repeats[name]))
-        order = order[1:] + order[:1]  # who follows whom must not matter either
-    return {name: statistics.median(t) for name, t in times.items()}
-
-
-def _events(call: Callable[[], object], repeats: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    call()
-    torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000)  # about 1 ms, for the host to get ahead: its cost is bench_overhead.py's matter
-    start.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / repeats
-
-
 def _peak_mib(call: Callable[[], object]) -> float:
     call()  # the first may also make masks and load kernels
     torch.cuda.synchronize()
@@ -298,7 +270,7 @@ class Turn(contextlib.AbstractContextManager[None]):
 
 
 def measure(
-    s: Shape, chosen: dict[str, Attention], budget_ms: float, turn: contextlib.AbstractContextManager[None]
+    s: Shape, chosen: dict[str, Attention], rounds: int, turn: contextlib.AbstractContextManager[None]
 ) -> list[Row]:
     rows = {name: Row(s.name, name) for name in chosen}
     leaves, dout = inputs_of(s, s.batch, s.seqlen)
@@ -325,7 +297,8 @@ def measure(
 
             row.backward_mib = _peak_mib(backward)
             if name == "eager":  # too large to keep beside the others
-                row.forward_ms, row.backward_ms = _events(forward, 2), _events(backward, 2)
+                alone = in_rounds({"forward": forward, "backward": backward}, rounds=1, settle_ms=1, burst_ms=1)
+                row.forward_ms, row.backward_ms = alone["forward"][0], alone["backward"][0]
             else:
                 backwards[name] = backward
         except (RuntimeError, NotImplementedError) as error:
@@ -336,10 +309,10 @@ def measure(
             prepare(name, attention)
     torch.cuda.synchronize()
     with turn:
-        for name, ms in _milliseconds(forwards, budget_ms).items():
-            rows[name].forward_ms = ms
-        for name, ms in _milliseconds(backwards, budget_ms).items():
-            rows[name].backward_ms = ms
+        for name, times in in_rounds(forwards, rounds).items():
+            rows[name].forward_ms = statistics.median(times)
+        for name, times in in_rounds(backwards, rounds).items():
+            rows[name].backward_ms = statistics.median(times)
         if "eager" in chosen:
             prepare("eager", chosen["eager"])
         torch.cuda.empty_cache()
@@ -425,7 +398,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="providers whose name starts with one of these")
     parser.add_argument("--shapes", default="")
-    parser.add_argument("--budget", type=float, default=150.0, help="milliseconds of device time a measurement")
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further shape after this")
     parser.add_argument("--together", action="store_true", help="a process a shape, to compile all at once")
     parser.add_argument(
@@ -451,7 +424,7 @@ def main() -> None:
         parser.error(f"--shapes: no {', '.join(sorted(unknown))}; known are {', '.join(known)}")
     names = [name for name in known if name in named]
     if args.together:
-        rows = measure_together(names, ["--only", args.only, "--budget", str(args.budget)], args.wait_for)
+        rows = measure_together(names, ["--only", args.only, "--rounds", str(args.rounds)], args.wait_for)
         if args.json:
             with open(args.json, "w") as file:
                 json.dump({"versions": _versions(), "rows": rows}, file, indent=1)
@@ -465,7 +438,7 @@ def main() -> None:
         if time.perf_counter() - started > args.seconds:
             continue
         turn = Turn(args.turn, s.name, args.turns) if args.turn else contextlib.nullcontext()
-        for row in measure(s, chosen, args.budget, turn):
+        for row in measure(s, chosen, args.rounds, turn):
             results.append(asdict(row))
             f, b = row.forward_tflops or 0.0, row.backward_tflops or 0.0
             errors_text = f"{row.error_out or 0:.1e} {row.error_grad or 0:.1e}"

@@ -5,10 +5,10 @@ usage: hopper_builds.py --lib NAME=PATH[:head_dim,...] [--lib ...] [--json FILE]
 
 Each build is first checked against float64 by hopper_check.py and hopper_backward_check.py, a process for each head_dim
 that may fail or hang: where one does, that build is not timed at that head_dim. Then forward and backward of all builds
-and of the peers (FlashAttention-3 and -2 through their raw operators, with and without the cap) are timed in rounds
-in random order, each after it has settled on its own clock. Ratios are medians over the rounds of speeds within a round. Inputs: anchor, scores of deviation 16;
-cold, N(0, 1); saturated, every score far outside of the cap. The file is written anew after each shape, and after
---seconds no further shape is begun.
+and of the peers (FlashAttention-3 and -2 through their raw operators, with and without the cap) are timed side by side
+(timing.py). Ratios are medians over the rounds of speeds within a round. Inputs: anchor, scores of deviation 16; cold,
+N(0, 1); saturated, every score far outside of the cap. The file is written anew after each shape; after --seconds no further
+shape is begun.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import random
 import statistics
 import subprocess
 import sys
@@ -27,7 +26,8 @@ from typing import Any
 
 import torch
 from hopper_backward_check import BackwardLibrary, peers
-from hopper_check import SHAPES, flops, libraries, measure
+from hopper_check import SHAPES, flops, libraries
+from timing import in_rounds
 
 FOLDER = Path(__file__).parent
 SCRIPTS = ("hopper_check.py", "hopper_backward_check.py")
@@ -95,23 +95,15 @@ def calls(libs: dict[str, Any], names: list[str], shape: str, kind: str, softcap
     return found | peers(names, q, k, v, dout, softcap, causal, window)
 
 
-def rates(runs: dict[str, Any], work: float, rounds: int, settle: float, milliseconds: float) -> dict[str, list[float]]:
-    """TFLOP/s of each in each round; one that fails is left out.
-
-    The card runs at its power limit, and for a while at the clock that its neighbour before left it: each settles on
-    itself first, and no two are neighbours in every round.
-    """
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(rounds):
-        for name in random.Random(turn).sample(list(found), len(found)):
-            run = lambda i, run=runs[name]: run()  # noqa: E731
-            try:
-                measure(run, settle, limit=10_000)
-                found[name].append(work / measure(run, milliseconds) / 1e9)
-            except (RuntimeError, NotImplementedError) as error:
-                del found[name]
-                print("not timed:", name, repr(error)[:150], flush=True)
-    return found
+def rates(runs: dict[str, Any], work: float, rounds: int) -> dict[str, list[float]]:
+    """TFLOP/s of each in each round; one that fails is left out."""
+    for name, run in list(runs.items()):
+        try:
+            run()
+        except (RuntimeError, NotImplementedError) as error:
+            del runs[name]
+            print("not timed:", name, repr(error)[:150], flush=True)
+    return {name: [work / ms / 1e9 for ms in times] for name, times in in_rounds(runs, rounds).items()}
 
 
 def rows_of(found: dict[str, list[float]], **facts: Any) -> list[dict[str, Any]]:
@@ -175,10 +167,8 @@ def main() -> None:
     parser.add_argument("--inputs", default="anchor,cold")
     parser.add_argument("--peers", default="fa3,fa2")
     parser.add_argument("--softcap", type=float, default=50.0)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directions", default="forward,backward")
-    parser.add_argument("--milliseconds", type=float, default=40.0, help="of one measurement")
-    parser.add_argument("--settle", type=float, default=100.0, help="milliseconds of the same calls before it")
     parser.add_argument("--seconds", type=float, default=1e9, help="of the whole run")
     parser.add_argument("--json", type=Path, default=Path("hopper_builds.json"))
     parser.add_argument("--table", type=Path)
@@ -206,7 +196,7 @@ def main() -> None:
                 work = flops(b, s, hq, d, causal, window) * (2.5 if which else 1.0)
                 runs = {name: pair[which] for name, pair in both.items()}
                 facts = {"shape": shape, "direction": direction, "inputs": kind, "softcap": args.softcap}
-                rows += rows_of(rates(runs, work, args.rounds, args.settle, args.milliseconds), **facts)
+                rows += rows_of(rates(runs, work, args.rounds), **facts)
             del both, runs
             args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(table(report))

@@ -18,7 +18,8 @@ from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import torch
-from bench_attention import SHAPES, Shape, _events, inputs_of
+from bench_attention import SHAPES, Shape, inputs_of
+from timing import burst
 
 from softcap_ops._arguments import Parameters
 from softcap_ops.backends import triton as backend
@@ -148,9 +149,9 @@ class Runner:
         first = self.results.setdefault(task.kernel, [t.clone() for t in results])
         distance = max(((a - b).norm() / b.norm()).item() for a, b in zip(results, first, strict=True) if a.numel())
         launch, arguments = recorded
-        once = _events(lambda: launch(*arguments), 1)
+        once = burst(lambda: launch(*arguments), 1)
         repeats = max(1, min(10, int(6 / once)))
-        ms = statistics.median(_events(lambda: launch(*arguments), repeats) for _ in range(3))
+        ms = statistics.median(burst(lambda: launch(*arguments), repeats) for _ in range(3))
         return PRODUCTS[task.kernel] / 2 * self.shape.flops / ms / 1e9, distance
 
 
