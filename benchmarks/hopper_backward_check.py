@@ -1,20 +1,15 @@
-"""Checks and times builds of the Hopper backward kernel through its C interface.
+"""Checks builds of the Hopper backward kernel through its C interface.
 
-usage: hopper_backward_check.py --lib NAME=PATH[:head_dim,...] [--lib ...] [--check] [--time] [--shapes a,b]
+usage: hopper_backward_check.py --lib NAME=PATH[:head_dim,...] [--lib ...] [--cases a,b] [--packed] [--fp16]
 
---check compares dq, dk, dv of a loss on out and lse with float64 autograd on fresh random data of every kind of
+Compares dq, dk, dv of a loss on out and lse with float64 autograd on fresh random data of every kind of
 hopper_check.py, and with same-dtype eager; in any order and in turns (twice the same bits). Gradients and workspace
 are poisoned before each call and guarded by elements behind them.
---time interleaves every build with the peers that import (cuDNN, FlashAttention-2 and -3) and prints the median
-TFLOP/s of the rounds.
 """
 
 import argparse
 import ctypes
-import functools
-import json
 import math
-import statistics
 import sys
 import time
 from typing import Any, ClassVar
@@ -24,15 +19,12 @@ from hopper_check import (
     CASES,
     INTEGERS,
     KINDS,
-    SHAPES,
     SOFTCAPS,
     Library,
     describe,
     draw,
-    flops,
     guarded,
     libraries,
-    measure,
     relative,
 )
 
@@ -220,140 +212,25 @@ def check_packed(name: Any, lib: Any, head_dims: Any, seed: Any, failures: Any) 
                 print(f"{'check' if good else 'FAIL'} {name:12s} d{d:<3d} packed {label} {deterministic}: {line}")
 
 
-def peers(names: Any, q: Any, k: Any, v: Any, dout: Any, softcap: Any, causal: Any, window: Any) -> Any:
-    """name -> (forward, backward), functions without arguments that run a peer on these inputs; those that import."""
-    found: dict[str, Any] = {}
-    sides = (window - 1, 0) if window else (-1, -1)
-    scale = q.shape[-1] ** -0.5
-    if "cudnn" in names and not window:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        leaves = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-
-        def cudnn() -> Any:
-            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                return torch.nn.functional.scaled_dot_product_attention(
-                    leaves[0], leaves[1], leaves[2], is_causal=causal, enable_gqa=q.shape[2] != k.shape[2]
-                )
-
-        out, g = cudnn(), dout.transpose(1, 2)
-        found["cudnn nocap"] = (cudnn, lambda: torch.autograd.grad(out, leaves, g, retain_graph=True))
-    grads = [torch.empty_like(x) for x in (q, k, v)]
-    if "fa3" in names:
-        try:
-            import flash_attn_3._C  # noqa: F401
-
-            for label, cap in (("fa3 nocap", 0.0), ("fa3 cap", softcap)):
-                options = {
-                    "softmax_scale": scale,
-                    "is_causal": causal,
-                    "window_size_left": sides[0],
-                    "window_size_right": sides[1],
-                    "softcap": cap,
-                }
-                forward = functools.partial(torch.ops.flash_attn_3.fwd, q, k, v, **options)
-                o, lse, *_ = forward()
-                backward = functools.partial(
-                    torch.ops.flash_attn_3.bwd, dout, q, k, v, o, lse, *grads, **options, deterministic=False
-                )
-                found[label] = (forward, backward)
-        except Exception as error:
-            print("no fa3:", repr(error)[:300])
-    if "fa2" in names:
-        try:
-            from flash_attn import flash_attn_interface as fa2
-
-            for label, cap in (("fa2 nocap", 0.0), ("fa2 cap", softcap)):
-                common = {"softmax_scale": scale, "causal": causal, "softcap": cap, "alibi_slopes": None}
-                common |= {"window_size_left": sides[0], "window_size_right": sides[1], "dropout_p": 0.0}
-                forward = functools.partial(fa2._flash_attn_forward, q, k, v, return_softmax=False, **common)
-                o, lse, *_ = forward()
-                backward = functools.partial(
-                    fa2._flash_attn_backward, dout, q, k, v, o, lse, *grads, deterministic=False, **common
-                )
-                found[label] = (forward, backward)
-        except Exception as error:
-            print("no fa2:", repr(error)[:300])
-    return found
-
-
-def time_all(libs: Any, shapes: Any, names: Any, rounds: Any, softcap: Any, kinds: Any, in_turns: Any) -> Any:
-    rows = []
-    for shape in shapes:
-        b, s, hq, hk, d, causal, window = SHAPES[shape]
-        for kind in kinds:
-            generator = torch.Generator("cuda").manual_seed(1)
-            mk = lambda h: torch.randn(b, s, h, d, device="cuda", generator=generator)  # noqa: B023, E731
-            q, k, v, dout = mk(hq), mk(hk), mk(hk), mk(hq)
-            if kind == "anchor":  # scores of deviation 16, as the peers were measured
-                q, k = q * 4, k * 4
-            q, k, v, dout = (x.to(torch.bfloat16) for x in (q, k, v, dout))
-            win = (window - 1, -1) if window else (-1, -1)
-            runs: dict[str, Any] = {}
-            for name, (lib, dims) in libs.items():
-                if d not in dims:
-                    continue
-                out, lse = torch.empty_like(q), torch.empty(b, hq, s, device="cuda")
-                lib.run(lib.fill(q, k, v, out, lse, softcap, None, causal, win))
-                tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": None}
-                for deterministic in (False, True) if in_turns else (False,):
-                    grads = [torch.empty_like(x) for x in (q, k, v)]
-                    a = lib.fill_backward(tensors, grads, softcap, d**-0.5, causal, win, deterministic=deterministic)
-                    label = f"{name} in turns" if deterministic else name
-                    runs[label] = functools.partial(lib.run_backward, a)
-            others = peers(names, q, k, v, dout, softcap, causal, window)
-            runs |= {name: backward for name, (_, backward) in others.items()}
-            times: dict[str, Any] = {name: [] for name in runs}
-            for r in range(rounds):
-                order = list(runs)
-                for name in order[r % len(order) :] + order[: r % len(order)]:
-                    times[name].append(measure(lambda i, name=name: runs[name](), 8.0))  # noqa: B023
-            work = 2.5 * flops(b, s, hq, d, causal, window)
-            line = []
-            for name, t in times.items():
-                rates = sorted(work / x / 1e9 for x in t)
-                line.append(f"{name} {statistics.median(rates):.0f} ({rates[0]:.0f}-{rates[-1]:.0f})")
-                rows.append({"shape": shape, "inputs": kind, "softcap": softcap, "name": name, "tflops": rates})
-            print(f"time {shape} {kind}: " + " | ".join(line), flush=True)
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lib", action="append", default=[], help="NAME=PATH[:head_dim,...]")
-    parser.add_argument("--check", action="store_true")
     parser.add_argument("--cases", default="", help="of the dense check; all unless given")
     parser.add_argument("--fp16", action="store_true", help="also float16")
     parser.add_argument("--packed", action="store_true")
-    parser.add_argument("--time", action="store_true")
-    parser.add_argument("--turns", action="store_true", help="also time the deterministic kernel")
-    parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--peers", default="cudnn,fa3,fa2")
-    parser.add_argument("--inputs", default="anchor")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--softcap", type=float, default=50.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--out", default="")
     args = parser.parse_args()
     print(torch.__version__, torch.cuda.get_device_name(), "seed", args.seed)
     libs = libraries(args.lib, BackwardLibrary)
     failures: list[Any] = []
     cases = tuple(filter(None, args.cases.split(",")))
     for name, (lib, dims) in libs.items():
-        if args.check:
-            check_dense(name, lib, dims, args.seed, failures, torch.bfloat16, (*SOFTCAPS, 200.0), cases)
-            if args.fp16:
-                check_dense(name, lib, dims, args.seed + 1, failures, torch.float16, (5.0, 50.0, 100.0))
+        check_dense(name, lib, dims, args.seed, failures, torch.bfloat16, (*SOFTCAPS, 200.0), cases)
+        if args.fp16:
+            check_dense(name, lib, dims, args.seed + 1, failures, torch.float16, (5.0, 50.0, 100.0))
         if args.packed:
             check_packed(name, lib, dims, args.seed + 2, failures)
-    if args.check or args.packed:
-        print("FAILURES" if failures else "all right", len(failures), flush=True)
-    if args.time:
-        shapes, names, kinds = (x.split(",") for x in (args.shapes, args.peers, args.inputs))
-        rows = time_all(libs, shapes, names, args.rounds, args.softcap, kinds, args.turns)
-        if args.out:
-            with open(args.out, "w") as f:
-                json.dump(rows, f)
+    print("FAILURES" if failures else "all right", len(failures), flush=True)
     sys.exit(1 if failures else 0)
 
 

@@ -7,8 +7,8 @@ Each build is first checked against float64 by hopper_check.py and hopper_backwa
 that may fail or hang: where one does, that build is not timed at that head_dim. Then forward and backward of all builds
 and of the peers (FlashAttention-3 and -2 through their raw operators, with and without the cap) are timed side by side
 (timing.py). Ratios are medians over the rounds of speeds within a round. Inputs: anchor, scores of deviation 16; cold,
-N(0, 1); saturated, every score far outside of the cap. The file is written anew after each shape; after --seconds no further
-shape is begun.
+N(0, 1); saturated, every score far outside of the cap. The file is written anew after each shape; after --seconds no
+further shape is begun.
 """
 
 from __future__ import annotations
@@ -24,14 +24,25 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import bench_attention
 import torch
-from hopper_backward_check import BackwardLibrary, peers
-from hopper_check import SHAPES, flops, libraries
+from bench_attention import Shape
+from hopper_backward_check import BackwardLibrary
+from hopper_check import libraries
 from timing import in_rounds
 
 FOLDER = Path(__file__).parent
 SCRIPTS = ("hopper_check.py", "hopper_backward_check.py")
 FA3, FA3_CAPPED = "fa3 nocap", "fa3 cap"
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        *bench_attention.SHAPES,
+        Shape("d64_1k_causal", 16, 1024, 32, 32, 64),
+        Shape("d64_16k_causal", 1, 16384, 32, 32, 64),
+        Shape("d64_16k_full", 1, 16384, 32, 32, 64, causal=False),
+    )
+}
 
 
 def check(builds: dict[str, tuple[str, list[int]]], cases: str, seconds: float) -> dict[str, dict[str, Any]]:
@@ -40,7 +51,7 @@ def check(builds: dict[str, tuple[str, list[int]]], cases: str, seconds: float) 
     for name, (path, head_dims) in builds.items():
         for d in head_dims:
             for script in SCRIPTS:
-                command = [sys.executable, str(FOLDER / script), "--lib", f"{name}={path}:{d}", "--check", "--packed"]
+                command = [sys.executable, str(FOLDER / script), "--lib", f"{name}={path}:{d}", "--packed"]
                 command += ["--cases", cases, "--seed", "1"]
                 running[name, d, script] = subprocess.Popen(
                     command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -65,7 +76,7 @@ def check(builds: dict[str, tuple[str, list[int]]], cases: str, seconds: float) 
 
 def inputs(shape: str, kind: str) -> list[torch.Tensor]:
     """q, k, v, dout."""
-    b, s, hq, hk, d, _, _ = SHAPES[shape]
+    _, b, s, hq, hk, d, *_ = SHAPES[shape]
     generator = torch.Generator("cuda").manual_seed(1)
     q, k, v, dout = (torch.randn(b, s, h, d, device="cuda", generator=generator) for h in (hq, hk, hk, hq))
     if kind == "anchor":
@@ -78,21 +89,76 @@ def inputs(shape: str, kind: str) -> list[torch.Tensor]:
 
 def calls(libs: dict[str, Any], names: list[str], shape: str, kind: str, softcap: float) -> Any:
     """name -> (forward, backward) of everything that serves the shape."""
-    b, s, hq, _, d, causal, window = SHAPES[shape]
+    s = SHAPES[shape]
     q, k, v, dout = inputs(shape, kind)
-    sides = (window - 1, -1) if window else (-1, -1)
     found = {}
     for name, (lib, dims) in libs.items():
-        if d not in dims:
+        if s.head_dim not in dims:
             continue
-        out, lse = torch.empty_like(q), torch.empty(b, hq, s, device="cuda")
-        forward = functools.partial(lib.run, lib.fill(q, k, v, out, lse, softcap, None, causal, sides))
+        out, lse = torch.empty_like(q), torch.empty(s.batch, s.heads_q, s.seqlen, device="cuda")
+        forward = functools.partial(lib.run, lib.fill(q, k, v, out, lse, softcap, None, s.causal, s.sides))
         forward()
         tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": None}
         grads = [torch.empty_like(x) for x in (q, k, v)]
-        filled = lib.fill_backward(tensors, grads, softcap, d**-0.5, causal, sides)
+        filled = lib.fill_backward(tensors, grads, softcap, s.head_dim**-0.5, s.causal, s.sides)
         found[name] = (forward, functools.partial(lib.run_backward, filled))
-    return found | peers(names, q, k, v, dout, softcap, causal, window)
+    return found | peers(names, q, k, v, dout, softcap, s)
+
+
+def peers(names: Any, q: Any, k: Any, v: Any, dout: Any, softcap: float, s: Shape) -> Any:
+    """name -> (forward, backward), functions without arguments that run a peer on these inputs; those that import."""
+    found: dict[str, Any] = {}
+    scale = q.shape[-1] ** -0.5
+    if "cudnn" in names and not s.window:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        leaves = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+
+        def cudnn() -> Any:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return torch.nn.functional.scaled_dot_product_attention(
+                    leaves[0], leaves[1], leaves[2], is_causal=s.causal, enable_gqa=q.shape[2] != k.shape[2]
+                )
+
+        out, g = cudnn(), dout.transpose(1, 2)
+        found["cudnn nocap"] = (cudnn, lambda: torch.autograd.grad(out, leaves, g, retain_graph=True))
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    if "fa3" in names:
+        try:
+            import flash_attn_3._C  # noqa: F401
+
+            for label, cap in (("fa3 nocap", 0.0), ("fa3 cap", softcap)):
+                options = {
+                    "softmax_scale": scale,
+                    "is_causal": s.causal,
+                    "window_size_left": s.sides[0],
+                    "window_size_right": s.sides[1],
+                    "softcap": cap,
+                }
+                forward = functools.partial(torch.ops.flash_attn_3.fwd, q, k, v, **options)
+                o, lse, *_ = forward()
+                backward = functools.partial(
+                    torch.ops.flash_attn_3.bwd, dout, q, k, v, o, lse, *grads, **options, deterministic=False
+                )
+                found[label] = (forward, backward)
+        except Exception as error:
+            print("no fa3:", repr(error)[:300])
+    if "fa2" in names:
+        try:
+            from flash_attn import flash_attn_interface as fa2
+
+            for label, cap in (("fa2 nocap", 0.0), ("fa2 cap", softcap)):
+                common = {"softmax_scale": scale, "causal": s.causal, "softcap": cap, "alibi_slopes": None}
+                common |= {"window_size_left": s.sides[0], "window_size_right": s.sides[1], "dropout_p": 0.0}
+                forward = functools.partial(fa2._flash_attn_forward, q, k, v, return_softmax=False, **common)
+                o, lse, *_ = forward()
+                backward = functools.partial(
+                    fa2._flash_attn_backward, dout, q, k, v, o, lse, *grads, deterministic=False, **common
+                )
+                found[label] = (forward, backward)
+        except Exception as error:
+            print("no fa2:", repr(error)[:300])
+    return found
 
 
 def rates(runs: dict[str, Any], work: float, rounds: int) -> dict[str, list[float]]:
@@ -188,12 +254,11 @@ def main() -> None:
             if time.monotonic() - begin > args.seconds:
                 print("out of time before", shape, kind, flush=True)
                 continue
-            b, s, hq, _, d, causal, window = SHAPES[shape]
             both = calls(libs, names, shape, kind, args.softcap)
             for which, direction in enumerate(("forward", "backward")):
                 if direction not in args.directions.split(","):
                     continue
-                work = flops(b, s, hq, d, causal, window) * (2.5 if which else 1.0)
+                work = SHAPES[shape].flops * (2.5 if which else 1.0)
                 runs = {name: pair[which] for name, pair in both.items()}
                 facts = {"shape": shape, "direction": direction, "inputs": kind, "softcap": args.softcap}
                 rows += rows_of(rates(runs, work, args.rounds), **facts)

@@ -1,25 +1,17 @@
-"""Checks and times builds of the Hopper forward kernel through its C interface.
+"""Checks builds of the Hopper forward kernel through its C interface.
 
-usage: hopper_check.py --lib NAME=PATH[:head_dim,...] [--lib ...] [--check] [--time] [--shapes a,b]
+usage: hopper_check.py --lib NAME=PATH[:head_dim,...] [--lib ...] [--cases a,b] [--packed] [--running-max]
 
---check compares out and lse with float64 eager on fresh random data: scores in the polynomial's range, mixed,
+Compares out and lse with float64 eager on fresh random data: scores in the polynomial's range, mixed,
 hot (2.5 times the cap), saturated throughout, all very negative, outliers; causal, windows, GQA, ragged
 lengths, packed sequences (--packed), rows that see nothing, float16 and large caps (--running-max). Outputs
 are poisoned before each call and guarded by elements behind them.
---time interleaves every build with the peers that import (cuDNN, FlashAttention-2 and -3), rotating over two
-input sets, and prints the median TFLOP/s of the rounds, counting the visible part of masked work. --sustain
-also runs each for a while and reads the clock and the power.
 """
 
 import argparse
 import ctypes
-import functools
-import itertools
-import json
 import math
-import statistics
 import sys
-import threading
 import time
 from typing import Any, ClassVar
 
@@ -328,241 +320,30 @@ def check_packed(name: Any, lib: Any, head_dims: Any, seed: Any, failures: Any) 
             )
 
 
-SHAPES = {  # B, S, Hq, Hkv, D, causal, window
-    "d128_16k_full": (1, 16384, 16, 16, 128, False, None),
-    "d128_16k_causal": (1, 16384, 16, 16, 128, True, None),
-    "d128_4k_full": (4, 4096, 16, 16, 128, False, None),
-    "d128_4k_causal": (4, 4096, 16, 16, 128, True, None),
-    "d128_1k_causal": (16, 1024, 16, 16, 128, True, None),
-    "gemma2_27b_8k": (1, 8192, 32, 16, 128, True, None),
-    "d64_4k_causal": (4, 4096, 32, 32, 64, True, None),
-    "d64_1k_causal": (16, 1024, 32, 32, 64, True, None),
-    "d64_16k_causal": (1, 16384, 32, 32, 64, True, None),
-    "d64_16k_full": (1, 16384, 32, 32, 64, False, None),
-    "d256_4k_full": (4, 4096, 8, 8, 256, False, None),
-    "d256_4k_causal": (4, 4096, 8, 8, 256, True, None),
-    "gemma2_9b_8k": (1, 8192, 16, 8, 256, True, None),
-    "gemma2_9b_8k_swa": (1, 8192, 16, 8, 256, True, 4096),
-}
-
-
-def flops(b: Any, s: Any, h: Any, d: Any, causal: Any, window: Any) -> Any:
-    pairs = s * s / 2 if causal else s * s
-    if window is not None:
-        pairs = window * s - window * window / 2
-    return 4.0 * b * h * d * pairs
-
-
-def peers(names: Any) -> Any:
-    """name -> function(q, k, v, softcap, causal, window); those that import."""
-    found = {}
-    if "cudnn" in names:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        def cudnn(q: Any, k: Any, v: Any, softcap: Any, causal: Any, window: Any) -> Any:
-            if window:
-                raise ValueError("no window")
-            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                t = [x.transpose(1, 2) for x in (q, k, v)]
-                return torch.nn.functional.scaled_dot_product_attention(
-                    t[0], t[1], t[2], is_causal=causal, enable_gqa=q.shape[2] != k.shape[2]
-                )
-
-        found["cudnn nocap"] = cudnn
-
-    def flash(f: Any, capped: Any) -> Any:
-        return lambda q, k, v, softcap, causal, window: f(
-            q,
-            k,
-            v,
-            causal=causal,
-            window_size=(window - 1, 0) if window else (-1, -1),
-            softcap=softcap if capped else 0.0,
-        )
-
-    if "fa3" in names:
-        try:
-            from fa3_fwd_interface import flash_attn_func as fa3
-
-            found["fa3 nocap"], found["fa3 cap"] = flash(fa3, False), flash(fa3, True)
-        except Exception as error:
-            print("no fa3:", repr(error)[:300])
-    if "fa2" in names:
-        try:
-            from flash_attn import flash_attn_func as fa2
-
-            found["fa2 nocap"], found["fa2 cap"] = flash(fa2, False), flash(fa2, True)
-        except Exception as error:
-            print("no fa2:", repr(error)[:300])
-    return found
-
-
-def measure(run: Any, minimum_ms: Any = 12.0, limit: Any = 100) -> Any:
-    """Median milliseconds a call over one burst of calls, each between its own pair of events."""
-    run(0)
-    count, times = 3, []
-    while True:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        events[0].record()
-        for i in range(count):
-            run(i)
-            events[i + 1].record()
-        torch.cuda.synchronize()
-        times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
-        if sum(times) >= minimum_ms or count >= limit:
-            return statistics.median(times)
-        count = min(limit, max(count + 1, int(count * minimum_ms / sum(times)) + 1))
-
-
-class Clock:
-    """Samples the SM clock and the power while a block runs; None where NVML cannot be asked."""
-
-    def __init__(self) -> None:
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            self.nvml, self.handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
-        except Exception:
-            self.nvml = None
-
-    def __enter__(self) -> Any:
-        self.samples: list[Any] = []
-        self.stop = threading.Event()
-        self.thread = threading.Thread(target=self.sample)
-        self.thread.start()
-        return self
-
-    def sample(self) -> None:
-        while self.nvml and not self.stop.wait(0.01):
-            self.samples.append(
-                (
-                    self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM),
-                    self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1000,
-                )
-            )
-
-    def __exit__(self, *unused: Any) -> None:
-        self.stop.set()
-        self.thread.join()
-
-    def read(self) -> Any:
-        """Mean (MHz, W) of the second half of the block."""
-        half = self.samples[len(self.samples) // 2 :]
-        return tuple(statistics.fmean(x) for x in zip(*half, strict=True)) if half else (math.nan, math.nan)
-
-
-def call_peer(f: Any, sets: Any, softcap: Any, causal: Any, window: Any, i: Any) -> Any:
-    return f(*sets[i % 2][:3], softcap, causal, window)
-
-
-def time_all(
-    libs: Any, shapes: Any, peer_names: Any, rounds: Any, softcap: Any, kinds: Any, sustain_ms: Any = 0.0
-) -> Any:
-    others, rows = peers(peer_names), []
-    for shape in shapes:
-        b, s, hq, hk, d, causal, window = SHAPES[shape]
-        for kind in kinds:
-            generator = torch.Generator("cuda").manual_seed(1)
-            sets = []
-            for _ in range(2):
-                mk = lambda h: torch.randn(b, s, h, d, device="cuda", generator=generator)  # noqa: B023, E731
-                q, k, v = mk(hq), mk(hk), mk(hk)
-                if kind == "anchor":  # scores of deviation 16, as the peers were measured
-                    q, k = q * 4, k * 4
-                elif kind == "saturated":
-                    q, k = (
-                        q.abs() * 20,
-                        k.abs() * torch.randn(b, s, hk, 1, device="cuda", generator=generator).sign(),
-                    )
-                q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))
-                sets.append((q, k, v, torch.empty_like(q), torch.empty(b, hq, s, device="cuda")))
-            win = (window - 1, -1) if window else (-1, -1)
-            runs = {}
-            for name, (lib, dims) in libs.items():
-                if d in dims:
-                    filled = [lib.fill(*x, softcap, None, causal, win) for x in sets]
-                    runs[name] = lambda i, lib=lib, filled=filled: lib.run(filled[i % 2])
-            for name, f in others.items():
-                runs[name] = functools.partial(call_peer, f, sets, softcap, causal, window)
-            times: dict[str, Any] = {name: [] for name in runs}
-            for r in range(rounds):
-                names = list(runs)
-                names = names[r % len(names) :] + names[: r % len(names)]
-                for name in names:
-                    if times[name] is None:
-                        continue
-                    try:
-                        times[name].append(measure(runs[name]))
-                    except Exception as error:
-                        times[name] = None
-                        print(shape, name, repr(error)[:120])
-            work = flops(b, s, hq, d, causal, window)
-            line = []
-            for name, t in times.items():
-                if t:
-                    rates = sorted(work / x / 1e9 for x in t)
-                    line.append(f"{name} {statistics.median(rates):.0f} ({rates[0]:.0f}-{rates[-1]:.0f})")
-                    rows.append({"shape": shape, "inputs": kind, "softcap": softcap, "name": name, "tflops": rates})
-            print(f"time {shape} {kind}: " + " | ".join(line), flush=True)
-            for name in times if sustain_ms else ():
-                if not times[name]:
-                    continue
-                with Clock() as clock:
-                    ms = measure(runs[name], sustain_ms, 100000)
-                mhz, watts = clock.read()
-                # 4096 bf16 operations a clock on each of the multiprocessors.
-                peak = 4096 * torch.cuda.get_device_properties(0).multi_processor_count * mhz * 1e6
-                rate = work / ms * 1e3
-                print(
-                    f"  {name:12s} {rate / 1e12:.0f} TFLOP/s at {mhz:.0f} MHz {watts:.0f} W: "
-                    f"{rate / peak:.1%} of the tensor rate"
-                )
-            del runs
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lib", action="append", default=[], help="NAME=PATH[:head_dim,...]")
-    parser.add_argument("--check", action="store_true")
     parser.add_argument("--cases", default="", help="of the dense check; all unless given")
     parser.add_argument("--packed", action="store_true")
     parser.add_argument("--running-max", action="store_true", help="also float16 and caps above 75")
-    parser.add_argument("--time", action="store_true")
-    parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--peers", default="cudnn,fa3")
-    parser.add_argument("--inputs", default="anchor")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sustain", type=float, default=0.0, help="also run each this many ms and read the clock")
-    parser.add_argument("--softcap", type=float, default=50.0)
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--out", default="")
     args = parser.parse_args()
     print(torch.__version__, torch.cuda.get_device_name(), "seed", args.seed)
     libs = libraries(args.lib, Library)
     failures: list[Any] = []
     cases = tuple(filter(None, args.cases.split(",")))
     for name, (lib, dims) in libs.items():
-        if args.check:
-            try:
-                check_dense(name, lib, dims, args.seed, failures, cases=cases)
-                if args.running_max:
-                    check_dense(name, lib, dims, args.seed + 2, failures, softcaps=(75.0, 80.0, 200.0))
-                    check_dense(name, lib, dims, args.seed + 3, failures, torch.float16, (5.0, 50.0, 100.0))
-                if args.packed:
-                    check_packed(name, lib, dims, args.seed + 1, failures)
-            except RuntimeError as error:
-                failures.append((name, str(error)[:300]))
-                print(name, str(error)[:300], flush=True)
-    if args.check:
-        print("FAILURES" if failures else "all right", len(failures), flush=True)
-    if args.time:
-        shapes, peer_names, kinds = (x.split(",") for x in (args.shapes, args.peers, args.inputs))
-        rows = time_all(libs, shapes, peer_names, args.rounds, args.softcap, kinds, args.sustain)
-        if args.out:
-            with open(args.out, "w") as f:
-                json.dump(rows, f)
+        try:
+            check_dense(name, lib, dims, args.seed, failures, cases=cases)
+            if args.running_max:
+                check_dense(name, lib, dims, args.seed + 2, failures, softcaps=(75.0, 80.0, 200.0))
+                check_dense(name, lib, dims, args.seed + 3, failures, torch.float16, (5.0, 50.0, 100.0))
+            if args.packed:
+                check_packed(name, lib, dims, args.seed + 1, failures)
+        except RuntimeError as error:
+            failures.append((name, str(error)[:300]))
+            print(name, str(error)[:300], flush=True)
+    print("FAILURES" if failures else "all right", len(failures), flush=True)
     sys.exit(1 if failures else 0)
 
 

@@ -1,8 +1,8 @@
 """Device time of several calls side by side.
 
 A busy card runs at its power limit, at a clock that the work itself decides and that takes a while to get there: what
-follows something light, or something heavy, is timed at the clock of its neighbour. So each call runs for a while before
-it is timed, and no two follow each other in every round.
+follows something light, or something heavy, is timed at the clock of its neighbour. So each call runs for a while
+before it is timed, and no two follow each other in every round.
 """
 
 from __future__ import annotations
