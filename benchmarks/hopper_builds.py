@@ -74,7 +74,7 @@ def check(builds: dict[str, tuple[str, list[int]]], cases: str, seconds: float) 
     return found
 
 
-def inputs(shape: str, kind: str) -> list[torch.Tensor]:
+def inputs(shape: str, kind: str, dtype: torch.dtype) -> list[torch.Tensor]:
     """q, k, v, dout."""
     _, b, s, hq, hk, d, *_ = SHAPES[shape]
     generator = torch.Generator("cuda").manual_seed(1)
@@ -84,13 +84,15 @@ def inputs(shape: str, kind: str) -> list[torch.Tensor]:
     elif kind == "saturated":
         signs = torch.randn(b, s, hk, 1, device="cuda", generator=generator).sign()
         q, k = q.abs() * 20, k.abs() * signs
-    return [x.to(torch.bfloat16) for x in (q, k, v, dout)]
+    return [x.to(dtype) for x in (q, k, v, dout)]
 
 
-def calls(libs: dict[str, Any], names: list[str], shape: str, kind: str, softcap: float) -> Any:
+def calls(
+    libs: dict[str, Any], names: list[str], shape: str, kind: str, softcap: float, dtype: torch.dtype = torch.bfloat16
+) -> Any:
     """name -> (forward, backward) of everything that serves the shape."""
     s = SHAPES[shape]
-    q, k, v, dout = inputs(shape, kind)
+    q, k, v, dout = inputs(shape, kind, dtype)
     found = {}
     for name, (lib, dims) in libs.items():
         if s.head_dim not in dims:
@@ -233,6 +235,7 @@ def main() -> None:
     parser.add_argument("--inputs", default="anchor,cold")
     parser.add_argument("--peers", default="fa3,fa2")
     parser.add_argument("--softcap", type=float, default=50.0)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16"), help="of what is timed")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directions", default="forward,backward")
     parser.add_argument("--seconds", type=float, default=1e9, help="of the whole run")
@@ -254,13 +257,14 @@ def main() -> None:
             if time.monotonic() - begin > args.seconds:
                 print("out of time before", shape, kind, flush=True)
                 continue
-            both = calls(libs, names, shape, kind, args.softcap)
+            both = calls(libs, names, shape, kind, args.softcap, getattr(torch, args.dtype))
             for which, direction in enumerate(("forward", "backward")):
                 if direction not in args.directions.split(","):
                     continue
                 work = SHAPES[shape].flops * (2.5 if which else 1.0)
                 runs = {name: pair[which] for name, pair in both.items()}
-                facts = {"shape": shape, "direction": direction, "inputs": kind, "softcap": args.softcap}
+                facts = {"shape": shape, "direction": direction, "inputs": kind}
+                facts |= {"softcap": args.softcap, "dtype": args.dtype}
                 rows += rows_of(rates(runs, work, args.rounds), **facts)
             del both, runs
             args.json.write_text(json.dumps(report, indent=1) + "\n")
