@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from timing import in_rounds
+from timing import burst, in_rounds
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -297,8 +297,7 @@ def measure(
 
             row.backward_mib = _peak_mib(backward)
             if name == "eager":  # too large to keep beside the others
-                alone = in_rounds({"forward": forward, "backward": backward}, rounds=1, settle_ms=1, burst_ms=1)
-                row.forward_ms, row.backward_ms = alone["forward"][0], alone["backward"][0]
+                row.forward_ms, row.backward_ms = burst(forward, 2), burst(backward, 2)
             else:
                 backwards[name] = backward
         except (RuntimeError, NotImplementedError) as error:

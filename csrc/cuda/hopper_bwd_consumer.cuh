@@ -94,10 +94,10 @@ __device__ __forceinline__ void produce_backward(const BackwardProblem& problem,
   for (int i = 0; i < queries.count; ++i) {
     const int stage = stage_of<C::kStages>(i);
     const uint32_t free = parity_of<C::kStages>(i) ^ 1;
-    const Queries::Place place = queries.at(i);
+    const Queries::Place place = queries.at(problem, i);
     const int row = t.lengths.start_q + place.tile * C::kQueries;
     const int head = t.head * problem.heads_per_key + place.head;
-    const int64_t index = queries.index(problem, place);
+    const int64_t index = place.index;
     barrier_wait(shared.q_empty(stage), free);
     barrier_expect_bytes(shared.q_full(stage), C::kQueryBytes);
     copy_box(shared.q(stage), q_map, shared.q_full(stage), 0, row, 0, head, batch);
@@ -136,9 +136,7 @@ __device__ __forceinline__ void write_gradient(void* gradient, int64_t stride, i
 template <class C>
 class BackwardBase {
  protected:
-  struct Place {
-    int tile, index;  // of queries within the sequence; in the workspace
-  };
+  using Place = Queries::Place;
 
   __device__ __forceinline__ BackwardBase(const BackwardProblem& problem, const BackwardShared<C>& shared,
                                           const KeyTile& t)
@@ -247,17 +245,13 @@ class BackwardBase {
     }
   }
 
-  // The place of the i-th tile, whose statistics these are.
+  // The place of the i-th tile, whose statistics these are, but for its head.
   __device__ __forceinline__ Place place(int i, uint32_t stats) const {
     if constexpr (C::kNoted) {
       const int2 x = load_words(stats + Stats<C::kQueries>::kPlace * 4);
-      return {x.x, x.y};
+      return {x.x, x.y, 0};
     }
-    return computed_place(i);
-  }
-  __device__ __forceinline__ Place computed_place(int i) const {
-    const Queries::Place at = queries_.at(i);
-    return {at.tile, queries_.index(problem_, at)};
+    return queries_.at(problem_, i);
   }
 
   // Adds this consumer's part of dq of a tile to the workspace.
@@ -474,7 +468,7 @@ class BackwardConsumer : BackwardBase<C> {
 
   // The i-th tile's, which is the one before.
   __device__ __forceinline__ Place before(int i) const {
-    return C::kNoted ? before_ : this->computed_place(i);
+    return C::kNoted ? before_ : queries_.at(problem_, i);
   }
 
   Place before_;

@@ -126,7 +126,8 @@ __device__ __forceinline__ int turn_of(const BackwardProblem& p, const KeyTile& 
 class Queries {
  public:
   struct Place {
-    int head, tile;  // within the group of heads; within the sequence
+    int tile, index;  // within the sequence; in the workspace
+    int head;         // within the group of heads
   };
 
   template <int kQueries>
@@ -144,16 +145,12 @@ class Queries {
   }
 
   // Computed anew wherever it is needed: registers are dearer than a division.
-  __device__ __forceinline__ Place at(int i) const {
+  __device__ __forceinline__ Place at(const BackwardProblem& p, int i) const {
     const int head = i / tiles_;
     int tile = i - head * tiles_ + offset_;
     if (tile >= tiles_) tile -= tiles_;
-    return {head, begin_ + tile};
-  }
-
-  // Where the workspace keeps the tile.
-  __device__ __forceinline__ int index(const BackwardProblem& p, Place place) const {
-    return index_ + place.head * p.tiles_a_head + place.tile;
+    tile += begin_;
+    return {tile, index_ + head * p.tiles_a_head + tile, head};
   }
 
   int count;

@@ -113,7 +113,7 @@ class WideBackwardConsumer : BackwardBase<C> {
     pin(s);
     const int query = consumer_ * C::kQueries / 2;
     const uint32_t stats = shared_.stats(stage) + query * 4;
-    this->to_probabilities(s, p, stats, queries_.at(i).tile * C::kQueries + query);
+    this->to_probabilities(s, p, stats, queries_.at(problem_, i).tile * C::kQueries + query);
     barrier_wait(shared_.ds_empty(scores), parity_of<C::kScoreStages>(i) ^ 1);
     store(p, shared_.p(scores));
     wgmma_wait<0>();
@@ -129,7 +129,7 @@ class WideBackwardConsumer : BackwardBase<C> {
     accumulate<false>(dk, shared_.ds(scores), shared_.q(stage));
     wgmma_wait<2>();
     pin(dq);
-    this->add(dq, this->computed_place(i));
+    this->add(dq, queries_.at(problem_, i));
   }
 };
 

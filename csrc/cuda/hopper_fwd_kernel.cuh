@@ -311,6 +311,12 @@ class Consumer {
     wgmma_commit();
   }
 
+  // Once a tile's scores are there: its keys are let go, and with the last ones the queries.
+  __device__ __forceinline__ void release_scored(bool last) const {
+    release(shared_.k_empty(ring_.stage));
+    if (last) release(shared_.q_empty(consumer_));
+  }
+
   // Adds one value tile to the output; the products are in flight afterwards.
   __device__ __forceinline__ void accumulate(float (&o)[C::kHeadDim / 2], uint32_t (&p)[kScores / 2],
                                              int stage) const {
@@ -419,8 +425,7 @@ class Consumer {
     wgmma_wait<C::kOverlap == Overlap::kApart ? 0 : 1>();
     pin(s);
     pin(p_next);
-    release(shared_.k_empty(ring_.stage));
-    if (tile == key_begin) release(shared_.q_empty(consumer_));
+    release_scored(tile == key_begin);
     if constexpr (C::kOverlap == Overlap::kApart) {
       pin(o);
       release(shared_.v_empty(before));
@@ -480,8 +485,7 @@ class Consumer {
     int tile = t.key_end - 1;
     wgmma_wait<0>();
     pin(s);
-    release(shared_.k_empty(ring_.stage));
-    if (tile == t.key_begin) release(shared_.q_empty(consumer_));
+    release_scored(tile == t.key_begin);
     to_probabilities(s, p, sums, tile);
     if constexpr (C::kOverlap == Overlap::kApart) {
       while (tile-- != t.key_begin) step(s, o, p, p, sums, tile, t.key_begin);

@@ -68,8 +68,7 @@ __device__ __forceinline__ float exp2_fma(float x) {
 // Every kExp2Fma-th exponential runs on the multiply-add pipes; 0: none.
 template <int kExp2Fma>
 __device__ __forceinline__ constexpr bool on_fma(int index) {
-  if constexpr (kExp2Fma == 0) return false;
-  return index % (kExp2Fma + (kExp2Fma == 0)) == 0;
+  return kExp2Fma != 0 && index % (kExp2Fma == 0 ? 1 : kExp2Fma) == 0;
 }
 
 template <int kExp2Fma>
